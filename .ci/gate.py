@@ -35,7 +35,9 @@ def main() -> None:
     chances = MOST_FAILED
     for stage in STAGES:
         if stage == FIRST_WITH_PACKAGES and packages.wait():
-            print("::: Debian packages are missing; the tests that need them are skipped", flush=True)
+            print(
+                "::: Debian packages are missing; the tests that need them are skipped", flush=True
+            )
             os.environ["TRL_MULTINODE_NO_SKIPS"] = "without-packages"
         LAST_FAILED.unlink(missing_ok=True)
         if not make(stage):
@@ -68,7 +70,10 @@ def judge(failed: list[str], inherited: bool) -> None:
         if passes(test, ROOT):
             print(f"FLAKY {test}: failed in the first run, passed alone", flush=True)
         elif inherited and fails_on_parent(test):
-            print(f"INHERITED {test}: failed in the first run, alone, and on the parent commit", flush=True)
+            print(
+                f"INHERITED {test}: failed in the first run, alone, and on the parent commit",
+                flush=True,
+            )
         else:
             print(f"::: {test}: failed in the first run and alone", flush=True)
             refused.append(test)
@@ -94,7 +99,9 @@ def fails_on_parent(test: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "parent"
         git = ["git", "-C", str(ROOT), "worktree"]
-        if subprocess.run([*git, "add", "--detach", str(tree), "HEAD^"], capture_output=True).returncode:
+        if subprocess.run(
+            [*git, "add", "--detach", str(tree), "HEAD^"], capture_output=True
+        ).returncode:
             return False  # a shallow checkout has no parent
         try:
             file, _, name = test.partition("::")

@@ -33,7 +33,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import psutil
 import torch
 from datasets import Dataset
-from overlap import ENGINE_CORE, RANK_CORE, Schedule, pin, spread  # also binds the engine to its core
+
+# also binds the engine to its core
+from overlap import (
+    ENGINE_CORE,
+    RANK_CORE,
+    Schedule,
+    pin,
+    spread,
+)
 from transformers import PrinterCallback
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -103,7 +111,9 @@ class Segments(Schedule):
         self.trainer.runs_ahead = self.arm_of(state.global_step)[0] == "ahead"
 
 
-def build(mix: Mix, folder: Path, schedule: Segments, num_rounds: int, max_staleness: int) -> TimedTrainer:
+def build(
+    mix: Mix, folder: Path, schedule: Segments, num_rounds: int, max_staleness: int
+) -> TimedTrainer:
     def look_up(a: int, b: int) -> int:
         """
         Adds two numbers, slowly.
@@ -140,7 +150,10 @@ def build(mix: Mix, folder: Path, schedule: Segments, num_rounds: int, max_stale
         report_to=[],
         disable_tqdm=True,
     )
-    prompts = [[{"role": "user", "content": f"{i} + {i + 1}?"}] for i in range(num_rounds * mix.num_rows // GROUP)]
+    prompts = [
+        [{"role": "user", "content": f"{i} + {i + 1}?"}]
+        for i in range(num_rounds * mix.num_rows // GROUP)
+    ]
     trainer = TimedTrainer(
         tool_model(calls=16.0, hidden=mix.hidden, layers=mix.layers),
         lambda completion_ids, **_: [float(len(ids)) for ids in completion_ids],
@@ -153,7 +166,9 @@ def build(mix: Mix, folder: Path, schedule: Segments, num_rounds: int, max_stale
     return trainer
 
 
-def rounds_of(mix: Mix, arms: list[str], segment: int, max_staleness: int) -> dict[tuple[int, str], list[dict]]:
+def rounds_of(
+    mix: Mix, arms: list[str], segment: int, max_staleness: int
+) -> dict[tuple[int, str], list[dict]]:
     """Train, and return the seconds of each segment's rounds but the first one, which the arm before has made."""
     schedule = Segments(arms, segment, mix.num_iterations)
     with tempfile.TemporaryDirectory() as folder:
@@ -180,14 +195,21 @@ def by_segment(steps: list[dict], per_round: int) -> dict[tuple[int, str], list[
     return found
 
 
-def summarize(segments: dict[tuple[int, str], list[dict]], synchronous: list[dict], mix: Mix, segment: int) -> dict:
+def summarize(
+    segments: dict[tuple[int, str], list[dict]], synchronous: list[dict], mix: Mix, segment: int
+) -> dict:
     """Medians over segments; ratios pair the segments of one repeat."""
 
     def of(arm: str, name: str) -> list[float]:
-        return [median(row[name] for row in rows) for (_, its), rows in sorted(segments.items()) if its == arm]
+        return [
+            median(row[name] for row in rows)
+            for (_, its), rows in sorted(segments.items())
+            if its == arm
+        ]
 
     step = {arm: of(arm, "step_s") for arm in ARMS}
-    sync = of("alone", "sync_weights")  # the sync of a round that begins alone is inside of `take_groups`
+    # the sync of a round that begins alone is inside of `take_groups`
+    sync = of("alone", "sync_weights")
     rollouts = [taken - sent for taken, sent in zip(of("alone", "take_groups"), sync, strict=True)]
     train = [a - b - c for a, b, c in zip(step["alone"], rollouts, sync, strict=True)]
     ideal = [max(r, t) + s for r, t, s in zip(rollouts, train, sync, strict=True)]
@@ -219,8 +241,12 @@ def run(mix: Mix, repeats: int, segment: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two repeats: does it run, not how fast")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two repeats: does it run, not how fast"
+    )
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()

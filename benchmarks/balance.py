@@ -46,7 +46,11 @@ ARMS = {  # rows of TRL's micro-batch, cropped, cap
     "trl_cropped": (ROWS, True, None),
     "trl_one_row": (1, False, None),
 }
-ONCE = ("trl_one_row", "trl_cropped")  # in the first turn only: the benchmark is to end in 8 minutes
+# in the first turn only: the benchmark is to end in 8 minutes
+ONCE = (
+    "trl_one_row",
+    "trl_cropped",
+)
 
 
 class Measured(ReplayTrainer):
@@ -88,7 +92,9 @@ class Measured(ReplayTrainer):
             self.cpu_seconds -= time.thread_time() - cpu
         return result
 
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, keep, batch_size=None, **kwargs):
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, keep, batch_size=None, **kwargs
+    ):
         score = super()._get_per_token_logps_and_entropies
         if not self.cropped:
             return score(model, input_ids, attention_mask, keep, batch_size, **kwargs)
@@ -99,9 +105,16 @@ class Measured(ReplayTrainer):
             first, end = int(used.min()), int(used.max()) + 1
             beyond = input_ids.shape[1] - end
             logps, entropies, _ = score(
-                model, input_ids[rows, first:end], attention_mask[rows, first:end], keep - beyond, **kwargs
+                model,
+                input_ids[rows, first:end],
+                attention_mask[rows, first:end],
+                keep - beyond,
+                **kwargs,
             )
-            pad = [None if x is None else torch.nn.functional.pad(x, (0, beyond)) for x in (logps, entropies)]
+            pad = [
+                None if x is None else torch.nn.functional.pad(x, (0, beyond))
+                for x in (logps, entropies)
+            ]
             found.append(pad)
         logps, entropies = zip(*found, strict=True)
         return torch.cat(logps), None if entropies[0] is None else torch.cat(entropies), None
@@ -144,7 +157,11 @@ def build(arm: str, rows: int, ranks: int, folder: Path) -> Measured:
     prompts = Dataset.from_dict({"prompt": [f"{i:>{4 + i % (PROMPT - 4)}}" for i in range(1024)]})
     reward = lambda completion_ids, **_: [float(len(set(ids))) for ids in completion_ids]  # noqa: E731
     trainer = Measured(model, reward, args, prompts, processing_class=tiny_tokenizer())
-    trainer.cropped, trainer.use_vllm, trainer.vllm_importance_sampling_mode = cropped, True, "token_truncate"
+    trainer.cropped, trainer.use_vllm, trainer.vllm_importance_sampling_mode = (
+        cropped,
+        True,
+        "token_truncate",
+    )
     if cap:
         assert trainer._balance is not None
         trainer._balance = type(trainer._balance)(trainer)  # it read the mode
@@ -157,7 +174,9 @@ def spy_on_gradients(trainer: Measured) -> list[torch.Tensor]:
 
     def spy(engine, *args, **kwargs):
         timer, cpu = time.perf_counter(), time.thread_time()
-        gradients.append(torch.cat([safe_get_full_grad(p).flatten().float() for p in engine.module.parameters()]))
+        gradients.append(
+            torch.cat([safe_get_full_grad(p).flatten().float() for p in engine.module.parameters()])
+        )
         if hasattr(trainer, "seconds"):
             trainer.seconds -= time.perf_counter() - timer
             trainer.cpu_seconds -= time.thread_time() - cpu
@@ -182,7 +201,10 @@ def spy_on_slots(trainer: Measured) -> None:
 def run(arm: str, rows: int, ranks: int, folder: Path) -> dict:
     """One world; what its ranks measured."""
     port, context = free_port(), multiprocessing.get_context("fork")
-    workers = [context.Process(target=run_rank, args=(arm, rows, ranks, r, port, folder)) for r in range(ranks)]
+    workers = [
+        context.Process(target=run_rank, args=(arm, rows, ranks, r, port, folder))
+        for r in range(ranks)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -199,8 +221,12 @@ def summary(ranks: list[dict]) -> dict:
     train = [[numbers for grad, *numbers in one["passes"] if grad] for one in ranks]
     micro_steps = len(train[0])
     assert all(len(passes) == micro_steps for passes in train), "the ranks are not in lock-step"
-    rows, slots, tokens = (sum(passes[k][i] for passes in train for k in range(micro_steps)) for i in range(3))
-    in_lock_step = len(train) * sum(max(passes[k][1] for passes in train) for k in range(micro_steps))
+    rows, slots, tokens = (
+        sum(passes[k][i] for passes in train for k in range(micro_steps)) for i in range(3)
+    )
+    in_lock_step = len(train) * sum(
+        max(passes[k][1] for passes in train) for k in range(micro_steps)
+    )
     return {
         "seconds": max(one["seconds"] for one in ranks),
         "cpu_seconds": max(one["cpu_seconds"] for one in ranks),
@@ -234,8 +260,14 @@ def compare(rows: int, ranks: int, repeats: int, folder: Path) -> dict:
         names = list(ARMS) if turn % 2 == 0 else list(reversed(ARMS))
         names = names if turn == 0 else [arm for arm in names if arm not in ONCE]
         turns.append({arm: run(arm, rows, ranks, folder) for arm in names})
-        print(f"  turn {turn + 1}: " + ", ".join(f"{a} {turns[-1][a]['seconds']:.2f} s" for a in names), flush=True)
-    expected, got, again = (torch.load(folder / f"{arm}.pt") for arm in ("trl", "balanced", "trl_again"))
+        print(
+            f"  turn {turn + 1}: "
+            + ", ".join(f"{a} {turns[-1][a]['seconds']:.2f} s" for a in names),
+            flush=True,
+        )
+    expected, got, again = (
+        torch.load(folder / f"{arm}.pt") for arm in ("trl", "balanced", "trl_again")
+    )
     arms = {
         arm: turns[0][arm] | {
             "seconds": spread([turn[arm]["seconds"] for turn in turns if arm in turn]),
@@ -260,11 +292,17 @@ def compare(rows: int, ranks: int, repeats: int, folder: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one repeat of 2 ranks x 64 rows")
-    parser.add_argument("--nodes", action="store_true", help="simulate 1 to 128 nodes with the real planner instead")
+    parser.add_argument(
+        "--nodes", action="store_true", help="simulate 1 to 128 nodes with the real planner instead"
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "balance.json")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results" / "balance.json"
+    )
     args = parser.parse_args()
     if args.nodes:
         balance_nodes.run(args.output.with_name("balance_nodes.json"))

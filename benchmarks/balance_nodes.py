@@ -41,7 +41,9 @@ def lengths(ranks: int, rows: int, seed: int) -> np.ndarray:
     """Draw the lengths of all rows, shuffled within each rank, as TRL does: shape `(ranks, rows)`."""
     random, count = np.random.default_rng(seed), ranks * rows
     group = np.repeat(random.normal(size=-(-count // GENERATIONS)), GENERATIONS)[:count]
-    tokens = np.clip(MEDIAN * np.exp(SIGMA * (group + random.normal(size=count))), 4, LONGEST).astype(np.int64)
+    tokens = np.clip(
+        MEDIAN * np.exp(SIGMA * (group + random.normal(size=count))), 4, LONGEST
+    ).astype(np.int64)
     return random.permuted(tokens.reshape(ranks, rows), axis=1)
 
 
@@ -54,14 +56,18 @@ def simulate(nodes: int, rows: int, across: str, **limits: int) -> dict[str, flo
         start = time.thread_time()
         plan = plan_micro_steps(drawn, reach, CAP, LINEAR, **limits)
         planning = time.thread_time() - start
-        times = {"planning_ms": planning * 1e3, "exchange_ms": exchange_seconds(plan, nodes, across) * 1e3}
+        times = {
+            "planning_ms": planning * 1e3,
+            "exchange_ms": exchange_seconds(plan, nodes, across) * 1e3,
+        }
         found.append(figures(plan, nodes) | times)
     tracemalloc.start()
     plan_micro_steps(drawn, reach, CAP, LINEAR, **limits).targets()
     peak = tracemalloc.get_traced_memory()[1] / 1e6
     tracemalloc.stop()
     means = {
-        name: float((min if name.endswith("_ms") else np.mean)([one[name] for one in found])) for name in found[0]
+        name: float((min if name.endswith("_ms") else np.mean)([one[name] for one in found]))
+        for name in found[0]
     }
     return means | {"planning_peak_mb": peak}
 
@@ -69,9 +75,13 @@ def simulate(nodes: int, rows: int, across: str, **limits: int) -> dict[str, flo
 def exchange_seconds(plan: Plan, nodes: int, across: str) -> float:
     """Return the CPU seconds of one rank's own work for the exchange and the log, with records of the real sizes."""
     with group_that_sends_nothing(plan.ranks):
-        exchange = RowExchange(Topology(1, plan.ranks, 1, RANKS, 0, nodes, False), across, torch.device("cpu"))
+        exchange = RowExchange(
+            Topology(1, plan.ranks, 1, RANKS, 0, nodes, False), across, torch.device("cpu")
+        )
         sizes = plan.lengths * ROW_BYTES // 4
-        own = range(exchange.rank * len(sizes) // plan.ranks, (exchange.rank + 1) * len(sizes) // plan.ranks)
+        own = range(
+            exchange.rank * len(sizes) // plan.ranks, (exchange.rank + 1) * len(sizes) // plan.ranks
+        )
         records = {row: torch.zeros(int(sizes[row]), dtype=torch.int32) for row in own}
         start = time.thread_time()
         exchange.move(records, sizes, plan.owners, plan.targets())
@@ -83,7 +93,8 @@ def exchange_seconds(plan: Plan, nodes: int, across: str) -> float:
 def group_that_sends_nothing(ranks: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
     try:
-        with mock.patch.object(dist, "all_to_all_single"):  # the fake group refuses to receive where it sends nothing
+        # the fake group refuses to receive where it sends nothing
+        with mock.patch.object(dist, "all_to_all_single"):
             yield
     finally:
         dist.destroy_process_group()

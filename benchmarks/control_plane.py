@@ -76,12 +76,16 @@ class Gate:
 
 def serve(port_of) -> None:
     raise_file_limit(launched=False)
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False
+    )
     port_of.send(store.port)
     signal.pause()
 
 
-def rank_process(rank: int, world: int, port: int, up: int, gates: list[Gate], failing: int) -> None:
+def rank_process(
+    rank: int, world: int, port: int, up: int, gates: list[Gate], failing: int
+) -> None:
     for gate in gates:
         gate.entered()
     null = os.open(LOG, os.O_WRONLY | os.O_APPEND)
@@ -90,9 +94,10 @@ def rank_process(rank: int, world: int, port: int, up: int, gates: list[Gate], f
     os.environ |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
     node, local = divmod(rank, PER_NODE)
     topology = Topology(rank, world, local, PER_NODE, node, world // PER_NODE, launched=False)
+    # torch's
     own = TCPStore(
         "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False
-    )  # torch's
+    )
     phases = Phases()
     watch = Watchdog(topology, lambda: phases.current)
     store = connect_store(topology, watch.run)
@@ -153,7 +158,11 @@ def measure(world: int, seconds: float, stop: bool) -> dict:
         count = 0
         while count < world:
             count += len(os.read(up_read, 4096))
-        found = {"ranks": world, "nodes": world // PER_NODE, "start_s": round(time.monotonic() - start, 1)}
+        found = {
+            "ranks": world,
+            "nodes": world // PER_NODE,
+            "start_s": round(time.monotonic() - start, 1),
+        }
         found["startup_store_cpu_s"] = round(cpu_s(server.pid) - begin, 2)
         found["connections_per_rank"] = round((connections(server.pid) - idle_sockets) / world, 2)
         shares = {}
@@ -176,7 +185,9 @@ def measure(world: int, seconds: float, stop: bool) -> dict:
             if not (stop and process is stopped):
                 process.join(120)
                 assert process.exitcode not in (0, None), (process.pid, process.exitcode)
-        found["silence_seen_by_all_s" if stop else "failure_seen_by_all_s"] = round(time.monotonic() - start, 2)
+        found["silence_seen_by_all_s" if stop else "failure_seen_by_all_s"] = round(
+            time.monotonic() - start, 2
+        )
         return found
     finally:
         for process in (*ranks, server):
@@ -197,7 +208,11 @@ def main() -> None:
     worlds = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for world in arguments.worlds:
         found = measure(world, arguments.seconds, stop=False)
-        found |= {key: value for key, value in measure(world, 0.0, stop=True).items() if key.startswith("silence")}
+        found |= {
+            key: value
+            for key, value in measure(world, 0.0, stop=True).items()
+            if key.startswith("silence")
+        }
         print(world, found, flush=True)
         worlds[str(world)] = found
         arguments.out.write_text(json.dumps(worlds, indent=1) + "\n")

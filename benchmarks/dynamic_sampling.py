@@ -29,7 +29,11 @@ PICTURE = ROOT / "docs" / "use" / "dynamic-sampling.png"
 ARMS = ("off", "on")
 NUM_GENERATIONS = 8
 TARGET = 0.9  # expected reward at which runs are compared, and end
-FLAT_AT_START = (0.35, 0.65)  # share of the groups in the first steps of `off`; the benchmark fails outside of it
+# share of the groups in the first steps of `off`; the benchmark fails outside of it
+FLAT_AT_START = (
+    0.35,
+    0.65,
+)
 FIRST_STEPS = 5
 LONGEST = 4  # tokens of a completion
 RUN_LIMIT_S = 900.0
@@ -50,7 +54,9 @@ def expected_reward(model, tokenizer, prompts: list[str]) -> float:
 
     right = torch.tensor([tokenizer.convert_tokens_to_ids(answer(prompt)[0]) for prompt in prompts])
     with torch.no_grad():
-        scores = model(**tokenizer(prompts, return_tensors="pt").to(model.device)).logits[:, -1].float()
+        scores = (
+            model(**tokenizer(prompts, return_tensors="pt").to(model.device)).logits[:, -1].float()
+        )
     return scores.softmax(-1).gather(1, right[:, None]).mean().item()
 
 
@@ -95,7 +101,12 @@ def train(arm: str, seed: int, steps: int, groups: int, output: Path) -> None:
             disable_tqdm=True,
         )
         trainer = GRPOTrainer(
-            make_model(seed), first_symbol_reward, config, train_set, processing_class=tokenizer, callbacks=[Measure()]
+            make_model(seed),
+            first_symbol_reward,
+            config,
+            train_set,
+            processing_class=tokenizer,
+            callbacks=[Measure()],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -110,7 +121,11 @@ def numbers(logs: list[dict], rows: int) -> dict[str, list[float]]:
     for entry in logs:
         dropped = entry.get("dynamic_sampling/dropped_share", 0.0)
         flat.append(dropped + (1 - dropped) * entry["frac_reward_zero_std"])
-        tokens.append(entry["completions/mean_length"] * rows / (1 - entry.get("dynamic_sampling/extra_tokens", 0.0)))
+        tokens.append(
+            entry["completions/mean_length"]
+            * rows
+            / (1 - entry.get("dynamic_sampling/extra_tokens", 0.0))
+        )
     return {"flat_share": flat, "tokens": tokens}
 
 
@@ -122,7 +137,9 @@ def check(runs: dict[str, list[dict]]) -> None:
     """
     share, (low, high) = share_at_start(runs["off"]), FLAT_AT_START
     if not low <= share <= high:
-        raise SystemExit(f"{share:.0%} of the first groups are flat, needed are {low:.0%} to {high:.0%}")
+        raise SystemExit(
+            f"{share:.0%} of the first groups are flat, needed are {low:.0%} to {high:.0%}"
+        )
 
 
 def share_at_start(runs: list[dict]) -> float:
@@ -135,16 +152,32 @@ def run_all(options: argparse.Namespace) -> dict[str, list[dict]]:
     def run(arm: str, seed: int) -> dict:
         output = options.folder / f"{arm}-{seed}-{options.steps}-{options.groups}.json"
         if not (options.keep and output.exists()):
-            command = [sys.executable, __file__, "--one", arm, "--seed", str(seed), "--steps", str(options.steps)]
+            command = [
+                sys.executable,
+                __file__,
+                "--one",
+                arm,
+                "--seed",
+                str(seed),
+                "--steps",
+                str(options.steps),
+            ]
             command += ["--groups", str(options.groups), "--output", str(output)]
             with open(output.with_suffix(".log"), "w") as log:
                 subprocess.run(command, check=True, timeout=RUN_LIMIT_S, stdout=log, stderr=log)
         found = json.loads(output.read_text())
-        print(f"{arm} seed {seed}: {len(found['expected'])} steps to {found['expected'][-1]:.3f}", flush=True)
+        print(
+            f"{arm} seed {seed}: {len(found['expected'])} steps to {found['expected'][-1]:.3f}",
+            flush=True,
+        )
         return found
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        made = {(seed, arm): pool.submit(run, arm, seed) for seed in range(options.seeds) for arm in ARMS}
+        made = {
+            (seed, arm): pool.submit(run, arm, seed)
+            for seed in range(options.seeds)
+            for arm in ARMS
+        }
         return {arm: [made[seed, arm].result() for seed in range(options.seeds)] for arm in ARMS}
 
 
@@ -155,7 +188,12 @@ def reached(run: dict) -> tuple[int, int] | None:
 
 
 def summarize(runs: dict[str, list[dict]], steps: int, groups: int) -> dict:
-    summary: dict = {"target": TARGET, "most_steps": steps, "groups_per_step": groups, "rows": NUM_GENERATIONS}
+    summary: dict = {
+        "target": TARGET,
+        "most_steps": steps,
+        "groups_per_step": groups,
+        "rows": NUM_GENERATIONS,
+    }
     for arm, of_arm in runs.items():
         found = [reached(run) for run in of_arm]
         summary[arm] = {
@@ -166,7 +204,9 @@ def summarize(runs: dict[str, list[dict]], steps: int, groups: int) -> dict:
         }
     if all(None not in summary[arm]["steps"] for arm in ARMS):
         for name in ("steps", "tokens"):
-            summary[f"{name}_on_over_off"] = round(mean(summary["on"][name]) / mean(summary["off"][name]), 3)
+            summary[f"{name}_on_over_off"] = round(
+                mean(summary["on"][name]) / mean(summary["off"][name]), 3
+            )
     return summary
 
 
@@ -181,9 +221,14 @@ def draw(runs: dict[str, list[dict]], path: Path) -> None:
         for seed, run in enumerate(runs[arm]):
             label = f"dynamic_sampling={8 if arm == 'on' else 0}" if seed == 0 else None
             tokens = [sum(run["tokens"][: step + 1]) / 1000 for step in range(len(run["expected"]))]
-            by_steps.plot(range(1, len(tokens) + 1), run["expected"], color=color, linewidth=1, label=label)
+            by_steps.plot(
+                range(1, len(tokens) + 1), run["expected"], color=color, linewidth=1, label=label
+            )
             by_tokens.plot(tokens, run["expected"], color=color, linewidth=1)
-    for axes, name in (by_steps, "optimizer step"), (by_tokens, "sampled tokens of completions, thousands"):
+    for axes, name in (
+        (by_steps, "optimizer step"),
+        (by_tokens, "sampled tokens of completions, thousands"),
+    ):
         axes.axhline(TARGET, color="black", linewidth=0.5)
         axes.set_xlabel(name)
     by_steps.set_ylabel("expected reward, held-out prompts")
@@ -194,13 +239,23 @@ def draw(runs: dict[str, list[dict]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=250, help="after which a run ends without the target")
+    parser.add_argument(
+        "--steps", type=int, default=250, help="after which a run ends without the target"
+    )
     parser.add_argument("--groups", type=int, default=8, help="prompts of an optimizer step")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time; the results do not depend on it")
-    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "dynamic_sampling", help="of single runs")
-    parser.add_argument("--keep", action="store_true", help="use the runs that are there, whatever code made them")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="runs at a time; the results do not depend on it"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "outputs" / "dynamic_sampling", help="of single runs"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="use the runs that are there, whatever code made them"
+    )
     for name, kind in [("--one", str), ("--seed", int), ("--output", Path)]:
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -54,8 +54,17 @@ RANKS = (2, 3, 4, 5, 6, 7)
 RANKS_OF_TRL = (2, 7)
 GROUP = 8  # completions of a prompt
 ROWS, TOKENS = 32, 2048  # of a rank; tokens of a row
-LENGTHS = (512, 1024, 4096)  # other rows, on one node with most ranks: vLLM's last step costs the same for short ones
-ROWS_OF_OTHERS, TOKENS_OF_OTHERS = 8, 1024  # their cost is per token, and an eighth of them saves half an hour
+# other rows, on one node with most ranks: vLLM's last step costs the same for short ones
+LENGTHS = (
+    512,
+    1024,
+    4096,
+)
+# their cost is per token, and an eighth of them saves half an hour
+ROWS_OF_OTHERS, TOKENS_OF_OTHERS = (
+    8,
+    1024,
+)
 REAL = {"ranks": 2, "rows": 32, "tokens": 512}  # tiny model, real core
 REAL_VOCABULARY = 4096  # with 150,000 a CPU takes 0.3 s for a step
 PAUSE_S = 0.35  # between rounds: the engine has freed the last one's objects, as it would have after a training step
@@ -158,7 +167,12 @@ def trl_rank(address: str, store_port: int, rank: int) -> Callable[[], Callable]
         accelerator = Accelerator(cpu=True)
         assert accelerator.num_processes == 2, "TRL's two ranks are not one world"
         generation = vllm_generation.VLLMGeneration(
-            None, accelerator, None, mode="server", server_base_url=address, generation_kwargs={"ignore_eos": True}
+            None,
+            accelerator,
+            None,
+            mode="server",
+            server_base_url=address,
+            generation_kwargs={"ignore_eos": True},
         )
 
         def ask(rows: int, tokens: int, world: int) -> Callable:
@@ -191,13 +205,18 @@ class Machine:
             save_without_weights(model, tiny_tokenizer(), folder / name)
         self._stack, self._folder = stack, folder
         print(f"logs of the servers: {folder}", flush=True)
-        self.nodes = [self._node(run_our_engine, our_rank, f"node{i}", max(RANKS)) for i in range(num_nodes)]
+        self.nodes = [
+            self._node(run_our_engine, our_rank, f"node{i}", max(RANKS)) for i in range(num_nodes)
+        ]
         self.real = self._node(run_real_engine, our_rank, "real", REAL["ranks"], "real_model")
         self.serve = self._node(run_vllm_serve, serve_rank, "serve", max(RANKS))
         port, store = free_port(), free_port()
         server = self._started(Server(run_vllm_serve, folder / "model", port, folder / "trl.log"))
         address = f"http://127.0.0.1:{port}"
-        self.trl = server, [self._started(Rank(trl_rank(address, store, rank))) for rank in range(2)]
+        self.trl = (
+            server,
+            [self._started(Rank(trl_rank(address, store, rank))) for rank in range(2)],
+        )
         for _, ranks in (*self.nodes, self.real, self.serve, self.trl):
             for rank in ranks:
                 rank.receive()
@@ -206,10 +225,14 @@ class Machine:
         self._stack.callback(process.stop)
         return process
 
-    def _node(self, run: Callable, rank_of: Callable, name: str, num_ranks: int, model: str = "model"):
+    def _node(
+        self, run: Callable, rank_of: Callable, name: str, num_ranks: int, model: str = "model"
+    ):
         path = self._folder / name / "engine0.sock"
         path.parent.mkdir(mode=0o700)
-        server = self._started(Server(run, self._folder / model, path, self._folder / f"{name}.log"))
+        server = self._started(
+            Server(run, self._folder / model, path, self._folder / f"{name}.log")
+        )
         return server, [self._started(Rank(rank_of(path, rank))) for rank in range(num_ranks)]
 
     def ours(self, node: int, num_ranks: int, tokens: int = TOKENS) -> float:
@@ -244,7 +267,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def measure(machine: Machine, found: dict[tuple, list[float]], repeat: int, plan: argparse.Namespace) -> None:
+def measure(
+    machine: Machine, found: dict[tuple, list[float]], repeat: int, plan: argparse.Namespace
+) -> None:
     """Every arm once in every cell, in an order that turns with the repeats."""
     arms = ("ours", "control") if repeat % 2 == 0 else ("control", "ours")
     for num_ranks in plan.ranks:
@@ -266,21 +291,30 @@ def measure(machine: Machine, found: dict[tuple, list[float]], repeat: int, plan
 
 
 def spread(values: list[float]) -> dict:
-    return {"median": round(median(values), 4), "low": round(min(values), 4), "high": round(max(values), 4)}
+    return {
+        "median": round(median(values), 4),
+        "low": round(min(values), 4),
+        "high": round(max(values), 4),
+    }
 
 
 def summarize(found: dict[tuple, list[float]], plan: argparse.Namespace) -> dict:
     cells = []
     for num_ranks in plan.ranks:
         for num_nodes in plan.nodes:
-            ours, control = found["ours", num_nodes, num_ranks], found["control", num_nodes, num_ranks]
+            ours, control = (
+                found["ours", num_nodes, num_ranks],
+                found["control", num_nodes, num_ranks],
+            )
             cell = {
                 "nodes": num_nodes, "ranks": num_ranks, "repeats": len(ours), "exchange_s_per_mtoken": spread(ours),
                 "control_ratio": spread([a / b for a, b in zip(control, ours, strict=True)]),
             }  # fmt: skip
             if trl := found.get(("trl", num_nodes, num_ranks)):
                 cell["trl_s_per_mtoken"] = spread(trl)
-                cell["trl_s_per_mtoken_of_the_world"] = spread([t / (num_nodes * num_ranks) for t in trl])
+                cell["trl_s_per_mtoken_of_the_world"] = spread(
+                    [t / (num_nodes * num_ranks) for t in trl]
+                )
             if num_nodes == 1:
                 cell["serve_s_per_mtoken"] = spread(found["serve", num_ranks])
             cells.append(cell)
@@ -298,8 +332,12 @@ def summarize(found: dict[tuple, list[float]], plan: argparse.Namespace) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few cells, two repeats: does it run, not how fast")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few cells, two repeats: does it run, not how fast"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS)
     plan = parser.parse_args()
@@ -312,7 +350,10 @@ def main() -> None:
         machine.warm_up()
         for repeat in range(plan.repeats):
             measure(machine, found, repeat, plan)
-            print({key: round(values[-1], 3) for key, values in found.items() if key[1:2] != (4,)}, flush=True)
+            print(
+                {key: round(values[-1], 3) for key, values in found.items() if key[1:2] != (4,)},
+                flush=True,
+            )
     plan.output.parent.mkdir(parents=True, exist_ok=True)
     plan.output.write_text(json.dumps(summarize(found, plan), indent=1) + "\n")
 

@@ -35,13 +35,20 @@ from trl_multinode.weights.source import ModuleSource
 
 RANKS, PER_NODE, MIB, REPEATS = 16, 4, 1 << 20, 7
 ELEMENTS = 32 * MIB
-ARMS = [(rows, arm) for rows in (4, 5, 9) for arm in ("as it lies", "even")] + [(16, "as it lies"), (16, "even")]
+ARMS = [(rows, arm) for rows in (4, 5, 9) for arm in ("as it lies", "even")] + [
+    (16, "as it lies"),
+    (16, "even"),
+]
 counted: dict[str, int] = defaultdict(int)
 
 
 def count(rank: int) -> None:
     """Count this rank's bytes by the calls that move them."""
-    gather, spread, exchange = dist.all_gather_into_tensor, dist.all_to_all_single, dist.batch_isend_irecv
+    gather, spread, exchange = (
+        dist.all_gather_into_tensor,
+        dist.all_to_all_single,
+        dist.batch_isend_irecv,
+    )
     elsewhere = [peer for peer in range(RANKS) if peer // PER_NODE != rank // PER_NODE]
 
     def all_gather_into_tensor(output, part, *args, **kwargs):
@@ -55,7 +62,9 @@ def count(rank: int) -> None:
         return spread(output, part, received, sent, *args, **kwargs)
 
     def batch_isend_irecv(operations):
-        counted["within"] += sum(operation.tensor.nbytes for operation in operations if rank % PER_NODE == 0)
+        counted["within"] += sum(
+            operation.tensor.nbytes for operation in operations if rank % PER_NODE == 0
+        )
         return exchange(operations)
 
     dist.all_gather_into_tensor, dist.all_to_all_single = all_gather_into_tensor, all_to_all_single
@@ -70,7 +79,9 @@ def memory_mib(field: str) -> float:
 def source_of(rows: int, shard_gather: ShardGather, mesh) -> ModuleSource:
     """Return the source of a sharded model with one tensor, which is nowhere whole."""
     model = nn.Module()
-    model.experts = nn.Parameter(torch.empty(rows, ELEMENTS // rows, dtype=torch.bfloat16, device="meta"))
+    model.experts = nn.Parameter(
+        torch.empty(rows, ELEMENTS // rows, dtype=torch.bfloat16, device="meta")
+    )
     source = ModuleSource(model, torch.bfloat16, shard_gather)
     fully_shard(model, mesh=mesh).to_empty(device="cpu")
     return source
@@ -86,15 +97,26 @@ def gather(source: ModuleSource) -> dict[str, float]:
         finish()
     seconds, peak = time.perf_counter() - start, memory_mib("VmHWM") - before
     source.release()
-    return {"seconds": seconds, "peak": peak, **{key: counted[key] / MIB for key in ("received", "sent", "within")}}
+    return {
+        "seconds": seconds,
+        "peak": peak,
+        **{key: counted[key] / MIB for key in ("received", "sent", "within")},
+    }
 
 
 def run(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
     count(rank)
-    shard_gather, mesh = ShardGather(PER_NODE, torch.device("cpu")), init_device_mesh("cpu", (RANKS,))
-    sources = {rows: source_of(rows, shard_gather, mesh) for rows in sorted({rows for rows, _ in ARMS})}
+    shard_gather, mesh = (
+        ShardGather(PER_NODE, torch.device("cpu")),
+        init_device_mesh("cpu", (RANKS,)),
+    )
+    sources = {
+        rows: source_of(rows, shard_gather, mesh) for rows in sorted({rows for rows, _ in ARMS})
+    }
     found = defaultdict(list)
     least = even_pieces.MIN_PADDING_BYTES
     for repeat in range(REPEATS + 1):
@@ -116,7 +138,10 @@ def summary(ranks: list[dict]) -> dict:
     found = {}
     for arm in ranks[0]:
         nodes = [ranks[first : first + PER_NODE] for first in range(0, RANKS, PER_NODE)]
-        most = {key: max(sum(rank[arm][-1][key] for rank in node) for node in nodes) for key in ("received", "sent")}
+        most = {
+            key: max(sum(rank[arm][-1][key] for rank in node) for node in nodes)
+            for key in ("received", "sent")
+        }
         mains = [ranks[first][arm] for first in range(0, RANKS, PER_NODE)]
         found[arm] = {
             "seconds": spread([max(main[i]["seconds"] for main in mains) for i in range(REPEATS)]),
@@ -138,7 +163,12 @@ def main() -> None:
         for process in processes:
             process.join()
         ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    found = {"ranks": RANKS, "nodes": RANKS // PER_NODE, "tensor_mib": ELEMENTS * 2 // MIB, "arms": summary(ranks)}
+    found = {
+        "ranks": RANKS,
+        "nodes": RANKS // PER_NODE,
+        "tensor_mib": ELEMENTS * 2 // MIB,
+        "arms": summary(ranks),
+    }
     path = Path(__file__).parent / "results" / "few_rows.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))

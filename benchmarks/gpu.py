@@ -32,13 +32,30 @@ PAGE, EXECUTED = PAGES / "gpu.md", PAGES / "executed.md"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stages", default=STAGES, help=f"letters out of {STAGES}")
-    parser.add_argument("--jobs", nargs="*", help="names of jobs; default: all that have one of the stages")
-    parser.add_argument("--minutes", type=float, default=30.0, help="for all jobs; the others are recorded as skipped")
-    parser.add_argument("--rehearse", action="store_true", help="run on the CPU, into a result file of its own")
-    parser.add_argument("--results", type=Path, help="result file; default: benchmarks/results/gpu.json")
-    parser.add_argument("--logs", type=Path, help="folder for the logs of jobs and engines; default: a temporary one")
+    parser.add_argument(
+        "--jobs", nargs="*", help="names of jobs; default: all that have one of the stages"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=30.0,
+        help="for all jobs; the others are recorded as skipped",
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run on the CPU, into a result file of its own"
+    )
+    parser.add_argument(
+        "--results", type=Path, help="result file; default: benchmarks/results/gpu.json"
+    )
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        help="folder for the logs of jobs and engines; default: a temporary one",
+    )
     parser.add_argument(
         "--engine",
         default="trl_multinode.engine_process.main",
@@ -52,7 +69,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if unknown := set(options.jobs or ()) - {job.name for job in JOBS}:
         parser.error(f"there is no job {', '.join(sorted(unknown))}; --list prints the jobs")
     if options.results is None:
-        options.results = Path(tempfile.gettempdir()) / "gpu-rehearsal.json" if options.rehearse else RESULTS
+        options.results = (
+            Path(tempfile.gettempdir()) / "gpu-rehearsal.json" if options.rehearse else RESULTS
+        )
     return options
 
 
@@ -96,18 +115,23 @@ class Results:
 def run(options: argparse.Namespace) -> int:
     logs = options.logs or Path(tempfile.mkdtemp(prefix="gpu_"))
     logs.mkdir(parents=True, exist_ok=True)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*entry_points(logs), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [*entry_points(logs), os.environ.get("PYTHONPATH")])
+    )
     meta = describe(options.rehearse)
     if "obstacle" in meta:
         print(f"[gpu] {meta['obstacle']}")
         return 2
     print(f"[gpu] {meta['device']}, logs in {logs}, results in {options.results}", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job runs in a session of its own
+    # the job runs in a session of its own
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     deadline, results = time.monotonic() + 60 * options.minutes, Results(options.results, meta)
     for job in selected(options):
         reason = why_not(job, meta) or (OUT_OF_TIME if time.monotonic() > deadline else None)
         if reason:
-            results.keep({key: without_figures(SKIPPED, reason) for key in job.keys(options.stages)})
+            results.keep(
+                {key: without_figures(SKIPPED, reason) for key in job.keys(options.stages)}
+            )
         else:
             print(f"[gpu] {job.name} ...", flush=True)
             run_job(job, options, logs, deadline, results.keep)

@@ -100,7 +100,9 @@ def train(arm: str, seed: int, steps: int, output: Path) -> None:
             rollout_seed=seed,
             max_staleness=3 if in_flight else int(arm == "staleness_1"),
             engine_kwargs=slow if in_flight else {},
-            generation_kwargs={"extra_args": {"seconds_a_token": SECONDS_A_TOKEN}} if in_flight else None,
+            generation_kwargs={"extra_args": {"seconds_a_token": SECONDS_A_TOKEN}}
+            if in_flight
+            else None,
             vllm_importance_sampling_correction=not control,
             vllm_importance_sampling_mode="token_truncate",
             vllm_importance_sampling_clip_max=2.0,
@@ -111,7 +113,9 @@ def train(arm: str, seed: int, steps: int, output: Path) -> None:
             disable_tqdm=True,
         )
         train_set, _ = make_datasets(num_train=2048, num_held_out=1)
-        trainer = GRPOTrainer(make_model(seed), ended_reward, config, train_set, processing_class=make_tokenizer())
+        trainer = GRPOTrainer(
+            make_model(seed), ended_reward, config, train_set, processing_class=make_tokenizer()
+        )
         trainer.remove_callback(PrinterCallback)
         if control:
             lag_weights(trainer, CONTROL_LAG)
@@ -131,26 +135,48 @@ def check_lengths(arm: str, found: dict[str, list[float]]) -> None:
     """
     shortest, longest = min(found["completions/min_length"]), max(found["completions/max_length"])
     if shortest > 2 or longest < 60:
-        raise SystemExit(f"{arm}: completions had {shortest:.0f} to {longest:.0f} tokens, needed are 2 to 60 at least")
+        raise SystemExit(
+            f"{arm}: completions had {shortest:.0f} to {longest:.0f} tokens, needed are 2 to 60 at least"
+        )
     if arm == "in_flight_3" and (mixed := mean(found["in_flight/mixed_rows"])) < MIXED_ROWS:
-        raise SystemExit(f"{arm}: {mixed:.0%} of the rows hold several versions, needed are {MIXED_ROWS:.0%}")
+        raise SystemExit(
+            f"{arm}: {mixed:.0%} of the rows hold several versions, needed are {MIXED_ROWS:.0%}"
+        )
 
 
-def run_all(arms: list[str], seeds: int, steps: int, folder: Path, keep: bool) -> dict[str, list[dict]]:
+def run_all(
+    arms: list[str], seeds: int, steps: int, folder: Path, keep: bool
+) -> dict[str, list[dict]]:
     """Arms take turns within a seed; with `keep` a run that exists already in `folder` is not repeated."""
     for seed in range(seeds):
         for arm in arms:
             output = folder / f"{arm}-{seed}-{steps}.json"
             if keep and output.exists():
                 continue
-            command = [sys.executable, __file__, "--one", arm, "--seed", str(seed), "--steps", str(steps)]
+            command = [
+                sys.executable,
+                __file__,
+                "--one",
+                arm,
+                "--seed",
+                str(seed),
+                "--steps",
+                str(steps),
+            ]
             with open(output.with_suffix(".log"), "w") as log:
                 subprocess.run(
-                    [*command, "--output", str(output)], check=True, timeout=RUN_LIMIT_S, stdout=log, stderr=log
+                    [*command, "--output", str(output)],
+                    check=True,
+                    timeout=RUN_LIMIT_S,
+                    stdout=log,
+                    stderr=log,
                 )
             print(f"{arm} seed {seed}: {score(json.loads(output.read_text())):.3f}", flush=True)
     return {
-        arm: [json.loads((folder / f"{arm}-{seed}-{steps}.json").read_text()) for seed in range(seeds)] for arm in arms
+        arm: [
+            json.loads((folder / f"{arm}-{seed}-{steps}.json").read_text()) for seed in range(seeds)
+        ]
+        for arm in arms
     }
 
 
@@ -160,13 +186,24 @@ def score(run: dict, step: int | None = None) -> float:
 
 
 def summarize(runs: dict[str, list[dict]], steps: int) -> dict:
-    summary: dict = {"steps": steps, "averaged_over": LAST_STEPS, "rows_per_step": NUM_ROWS, "after": {}}
+    summary: dict = {
+        "steps": steps,
+        "averaged_over": LAST_STEPS,
+        "rows_per_step": NUM_ROWS,
+        "after": {},
+    }
     for step in [step for step in CHECKPOINTS if step <= steps] or [steps]:
-        summary["after"][step] = compare({arm: [round(score(run, step), 4) for run in runs[arm]] for arm in runs})
+        summary["after"][step] = compare(
+            {arm: [round(score(run, step), 4) for run in runs[arm]] for arm in runs}
+        )
     for name in ("effective_sample_size", "rounds_mean"):
         summary[name] = {arm: mean_of(of_arm, f"staleness/{name}") for arm, of_arm in runs.items()}
-    summary["mixed_rows"] = {arm: mean_of(of_arm, "in_flight/mixed_rows") for arm, of_arm in runs.items()}
-    summary["mean_length"] = {arm: mean_of(of_arm, "completions/mean_length") for arm, of_arm in runs.items()}
+    summary["mixed_rows"] = {
+        arm: mean_of(of_arm, "in_flight/mixed_rows") for arm, of_arm in runs.items()
+    }
+    summary["mean_length"] = {
+        arm: mean_of(of_arm, "completions/mean_length") for arm, of_arm in runs.items()
+    }
     return summary
 
 
@@ -178,7 +215,10 @@ def mean_of(runs: list[dict], key: str) -> float | None:
 
 def compare(scores: dict[str, list[float]]) -> dict:
     """Inside the spread: the arm's mean lies between the worst and the best seed of `staleness_0`."""
-    found: dict = {"reward": scores, "mean": {arm: round(mean(values), 4) for arm, values in scores.items()}}
+    found: dict = {
+        "reward": scores,
+        "mean": {arm: round(mean(values), 4) for arm, values in scores.items()},
+    }
     base = scores.get("staleness_0", [])
     for arm in ("staleness_1", "in_flight_3"):
         if base and arm in scores:
@@ -195,7 +235,12 @@ def draw(runs: dict[str, list[dict]], path: Path) -> None:
     from matplotlib import pyplot
 
     colors = dict(zip(ARMS, ("tab:blue", "tab:orange", "tab:green", "tab:gray"), strict=True))
-    names = ("max_staleness=0", "max_staleness=1", "in flight, max_staleness=3", "8 rounds old, uncorrected")
+    names = (
+        "max_staleness=0",
+        "max_staleness=1",
+        "in flight, max_staleness=3",
+        "8 rounds old, uncorrected",
+    )
     labels = dict(zip(ARMS, names, strict=True))
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for arm, of_arm in runs.items():
@@ -203,22 +248,32 @@ def draw(runs: dict[str, list[dict]], path: Path) -> None:
         for curve in curves:
             axes.plot(range(1, len(curve) + 1), curve, color=colors[arm], alpha=0.25, linewidth=0.8)
         middle = [mean(values) for values in zip(*curves, strict=True)]
-        axes.plot(range(1, len(middle) + 1), middle, color=colors[arm], linewidth=2, label=labels[arm])
+        axes.plot(
+            range(1, len(middle) + 1), middle, color=colors[arm], linewidth=2, label=labels[arm]
+        )
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("mean reward")
-    axes.set_title(f"Demo task, {len(next(iter(runs.values())))} seeds: thin lines are runs, thick ones their means")
+    axes.set_title(
+        f"Demo task, {len(next(iter(runs.values())))} seeds: thin lines are runs, thick ones their means"
+    )
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "learning", help="of the single runs")
-    parser.add_argument("--keep", action="store_true", help="use the runs that are there, whatever code made them")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "outputs" / "learning", help="of the single runs"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="use the runs that are there, whatever code made them"
+    )
     for name, kind in [("--one", str), ("--seed", int), ("--output", Path)]:
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()

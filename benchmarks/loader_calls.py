@@ -30,7 +30,10 @@ TINY = {
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 64, "num_experts_per_tok": 2, "head_dim": 32}
 MODELS = {
     "dense": (lambda layers: Qwen2Config(num_hidden_layers=layers, **TINY), (8, 48)),
-    "experts": (lambda layers: Qwen3MoeConfig(num_hidden_layers=layers, **TINY, **EXPERTS), (4, 12)),
+    "experts": (
+        lambda layers: Qwen3MoeConfig(num_hidden_layers=layers, **TINY, **EXPERTS),
+        (4, 12),
+    ),
 }
 SYNCS = 7  # the first one is a warm-up
 
@@ -59,8 +62,12 @@ def main() -> None:
         (few, short), (many, long) = (loading(config(layers)) for layers in depths)
         found[kind] = {
             "calls": [few, many],
-            "load_s": [{"low": round(min(took), 4), "median": round(median(took), 4)} for took in (short, long)],
-            "call_s": round((min(long) - min(short)) / (many - few), 6),  # other work only adds to a time
+            "load_s": [
+                {"low": round(min(took), 4), "median": round(median(took), 4)}
+                for took in (short, long)
+            ],
+            # other work only adds to a time
+            "call_s": round((min(long) - min(short)) / (many - few), 6),
         }
         print(kind, found[kind])
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")

@@ -37,7 +37,9 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=7, help="training ranks per node")
     options = parser.parse_args()
@@ -52,10 +54,15 @@ def main() -> None:
         return found | sync_metrics(SyncTimings(), [rank.stages for rank in ranks], options.ranks)
 
     logs = metrics()
-    masks = {"prompt_mask": torch.ones(8, 512).long(), "completion_mask": torch.ones(8, 4096).long()}
+    masks = {
+        "prompt_mask": torch.ones(8, 512).long(),
+        "completion_mask": torch.ones(8, 4096).long(),
+    }
     with tempfile.TemporaryDirectory() as folder:
         file = PhaseFile(Path(folder), rank=0, node=0)
-        states = EngineStates(LineFile(Path(folder) / "engine.jsonl", lambda error: None), node=0, engine=0)
+        states = EngineStates(
+            LineFile(Path(folder) / "engine.jsonl", lambda error: None), node=0, engine=0
+        )
         found = {
             "metrics": milliseconds(metrics),
             "line": milliseconds(lambda: step_line(logs, 1, 2)),

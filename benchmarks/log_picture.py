@@ -31,7 +31,9 @@ def record(folder: Path) -> dict:
     """Return the last steps of a run, and its evaluation if there is one after them."""
     logs = read(folder)
     steps = [index for index, entry in enumerate(logs) if "perf/step_s" in entry][-STEPS:]
-    kept = [entry for entry in logs[steps[0] :] if "perf/step_s" in entry or "eval_runtime" in entry]
+    kept = [
+        entry for entry in logs[steps[0] :] if "perf/step_s" in entry or "eval_runtime" in entry
+    ]
     return {"max_steps": max(entry["step"] for entry in logs), "logs": kept}
 
 
@@ -51,8 +53,12 @@ def draw(recorded: dict, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", help="output_dir of a run to record; default: log.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", type=Path, nargs="?", help="output_dir of a run to record; default: log.json"
+    )
     options = parser.parse_args()
     recording = PAGES / "log.json"
     if options.folder is not None:

@@ -54,7 +54,12 @@ from trl_multinode.rollouts.rounds import Rounds
 from trl_multinode.wire.messages import Await, Generate, Message, unpack_ids
 
 GROUP = 8
-MEDIAN, GROUP_SIGMA, ROW_SIGMA = 64, 0.7, 0.7  # of the lengths; the sigmas are those of a long tail in the simulation
+# of the lengths; the sigmas are those of a long tail in the simulation
+MEDIAN, GROUP_SIGMA, ROW_SIGMA = (
+    64,
+    0.7,
+    0.7,
+)
 LONGEST = 700  # tokens: 11 medians, as 32k tokens are
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 MIXES = ("1", "0.5", "4")  # g/t
@@ -94,7 +99,10 @@ ARMS = {
 
 def draw_lengths(rng: np.random.Generator, rows: int) -> list[int]:
     """Lengths of a round's rows: a part of the deviation is common to a group."""
-    deviation = np.repeat(rng.normal(size=rows // GROUP), GROUP) * GROUP_SIGMA + rng.normal(size=rows) * ROW_SIGMA
+    deviation = (
+        np.repeat(rng.normal(size=rows // GROUP), GROUP) * GROUP_SIGMA
+        + rng.normal(size=rows) * ROW_SIGMA
+    )
     return np.clip(np.exp(np.log(MEDIAN) + deviation), 2, LONGEST).astype(int).tolist()
 
 
@@ -118,7 +126,9 @@ class Lengths:
         """Give a request the length of its row."""
         if not isinstance(message, Generate):
             return message
-        return replace(message, max_tokens=self._left[tuple(unpack_ids(message.prompt).tolist())].pop())
+        return replace(
+            message, max_tokens=self._left[tuple(unpack_ids(message.prompt).tolist())].pop()
+        )
 
     def mean_tokens(self) -> float:
         return mean(sum(rows) for rows in self.rounds)
@@ -154,7 +164,8 @@ class Turn:
     tokens: list[int] = field(default_factory=list)  # trained
     ages: list[tuple[float, int]] = field(default_factory=list)  # mean and maximum, in rounds
     mixed: list[float] = field(default_factory=list)  # share of rows of several updates
-    clocks: list[tuple[float, float]] = field(default_factory=list)  # row-seconds over slots, and seconds
+    # row-seconds over slots, and seconds
+    clocks: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Rank:
@@ -180,7 +191,9 @@ class Rank:
         self.trainer.perturb(1e-3)
         self.trainer.send()
 
-    def generate(self, engines: NodeEngines, prompts: list[list[int]], max_tokens: int = LONGEST) -> list:
+    def generate(
+        self, engines: NodeEngines, prompts: list[list[int]], max_tokens: int = LONGEST
+    ) -> list:
         requests = [Request(prompt, 1) for prompt in prompts]
         groups = engines.generate(requests, max_tokens, SAMPLING, self.trainer.version.update)
         return [row for group in groups for row in group]
@@ -224,7 +237,9 @@ class Rank:
         size = GROUP if in_flight else self.rows
         groups = partial(OpenGroups, one_by_one=in_flight)
         ahead, age = (arm.open_rounds, arm.max_age) if in_flight else (arm.ahead, arm.ahead)
-        rounds = Rounds("Rank 0", self.stream, ahead, age, lambda number, rows: None, open_groups=groups)
+        rounds = Rounds(
+            "Rank 0", self.stream, ahead, age, lambda number, rows: None, open_groups=groups
+        )
         for number in range(arm.rounds):
             batch_ahead = partial(self._batch, prompts_of, number, arm.rounds)
             rounds.begin_round(number, self.rows // size, size, batch_ahead)
@@ -257,7 +272,12 @@ class Rank:
 
 
 def figures(
-    arm: Arm, turn: Turn, rows: int, slots: int, mean_tokens: float, seconds_per_step: Callable[[int], float]
+    arm: Arm,
+    turn: Turn,
+    rows: int,
+    slots: int,
+    mean_tokens: float,
+    seconds_per_step: Callable[[int], float],
 ) -> dict:
     """Figures of one turn. `seconds_per_step` measures an engine that generates one token of each of so many rows."""
     first, last = arm.first, arm.first + arm.measured
@@ -292,7 +312,9 @@ def summarize(repeats: list[dict[str, dict]]) -> dict:
 
     arms = {}
     for arm in repeats[0]:
-        arms[arm] = {key: spread([repeat[arm][key] for repeat in repeats]) for key in repeats[0][arm]}
+        arms[arm] = {
+            key: spread([repeat[arm][key] for repeat in repeats]) for key in repeats[0][arm]
+        }
         arms[arm]["max_age"] = max(repeat[arm]["max_age"] for repeat in repeats)
         arms[arm]["speedup_over_staleness_1"] = ratio("drain_1", arm)
     return {"repeats": len(repeats), "arms": arms, "control_ratio": ratio("control", "drain_1")}
@@ -324,8 +346,15 @@ def measure(rank: Rank, mix: str, arms: list[str], repeats: int, slots: int) -> 
         one = {}
         for name in names:
             done = rank.turn(ARMS[name], lengths, turn := turn + 1, g / float(mix))
-            one[name] = figures(ARMS[name], done, rank.rows, slots, lengths.mean_tokens(), rank.seconds_per_step)
-            print(mix, name, json.dumps({key: round(value, 3) for key, value in one[name].items()}), flush=True)
+            one[name] = figures(
+                ARMS[name], done, rank.rows, slots, lengths.mean_tokens(), rank.seconds_per_step
+            )
+            print(
+                mix,
+                name,
+                json.dumps({key: round(value, 3) for key, value in one[name].items()}),
+                flush=True,
+            )
         found.append({name: one[name] for name in arms})
     times = {key: spread([each[key] for each in calibrations]) for key in ("g_s", "t_s")}
     return {"g_over_t": float(mix), "rows": rank.rows, **times, **summarize(found)}
@@ -360,13 +389,19 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one mix, one repeat, no file")
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="those of the ratios at least")
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=list(ARMS), help="those of the ratios at least"
+    )
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--cores", type=int, nargs=2, default=[0, 1], help="of the rank and of the engine")
+    parser.add_argument(
+        "--cores", type=int, nargs=2, default=[0, 1], help="of the rank and of the engine"
+    )
     parser.add_argument("--note", help="remark on the machine, for the table")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()

@@ -77,7 +77,9 @@ class TrlSource(PeftSource):
         super().__init__(peft_model.get_base_model(), dtype)
         self._trl = VLLMGeneration.__new__(VLLMGeneration)
         self._trl.model = peft_model
-        self._trl._dist = SimpleNamespace(gather_params=deepspeed.zero.GatheredParameters, is_fsdp=False)
+        self._trl._dist = SimpleNamespace(
+            gather_params=deepspeed.zero.GatheredParameters, is_fsdp=False
+        )
         self._stream = iter(())
 
     @contextmanager
@@ -106,7 +108,9 @@ def adapted():
 
 def memory(key: str) -> float:
     """Of this process, in MiB."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -118,7 +122,10 @@ class Bench:
         base, dtype = model.get_base_model(), torch.float32
         trainable = [p for p in model.parameters() if p.requires_grad]
         deepspeed.initialize(
-            model=model, config=ZERO3, model_parameters=trainable, optimizer=torch.optim.SGD(trainable, lr=0.0)
+            model=model,
+            config=ZERO3,
+            model_parameters=trainable,
+            optimizer=torch.optim.SGD(trainable, lr=0.0),
         )
         gather = ShardGather(RANKS, torch.device("cpu"))
         plans = {
@@ -126,7 +133,10 @@ class Bench:
             "merged": (PeftSource(base, dtype, gather), BUCKET_MIB << 20),
             "trl": (TrlSource(model, dtype), 1),  # a bucket per tensor
         }
-        self.syncs = {arm: WeightSync(source, engines.get(arm), limit) for arm, (source, limit) in plans.items()}
+        self.syncs = {
+            arm: WeightSync(source, engines.get(arm), limit)
+            for arm, (source, limit) in plans.items()
+        }
         self.updates: dict[str, int] = defaultdict(int)
         self.rows: dict[str, list[dict]] = defaultdict(list)
 
@@ -148,7 +158,9 @@ class Bench:
         seconds = time.perf_counter() - start
         if note:
             peak = memory("VmHWM") - before
-            self.rows[arm].append({"seconds": seconds, "bytes": timings.num_bytes, "peak_mib": peak})
+            self.rows[arm].append(
+                {"seconds": seconds, "bytes": timings.num_bytes, "peak_mib": peak}
+            )
         dist.barrier()
 
     @torch.no_grad()
@@ -159,9 +171,17 @@ class Bench:
         self.move()
         for arm in self.syncs:
             self.sync(arm, note=False, move=False)
-        scores = self.model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        scores = (
+            self.model(input_ids=ids)
+            .logits[0, :-1]
+            .log_softmax(-1)
+            .gather(1, ids[0, 1:, None])[:, 0]
+        )
         got = {arm: engine[0].score(tokens).logprobs for arm, engine in self.engines.items()}
-        return {arm: (torch.from_numpy(logprobs.copy()) - scores).abs().max().item() for arm, logprobs in got.items()}
+        return {
+            arm: (torch.from_numpy(logprobs.copy()) - scores).abs().max().item()
+            for arm, logprobs in got.items()
+        }
 
     def digest(self) -> tuple[str, ...]:
         return self.engines["adapter"][0].ask(Digest()).workers if self.engines else ()
@@ -176,7 +196,8 @@ class Bench:
 
 def work(bench: Bench, repeats: int) -> dict:
     """What every rank does; the figures are rank 0's but for the memory."""
-    for arm in 2 * list(bench.syncs):  # the first update sends everything and opens the slots, the second warms up
+    # the first update sends everything and opens the slots, the second warms up
+    for arm in 2 * list(bench.syncs):
         bench.sync(arm, note=False)
     before = bench.digest()
     for turn in range(repeats):
@@ -193,7 +214,9 @@ def work(bench: Bench, repeats: int) -> dict:
                 seconds[arm].append(bench.generate(arm))
     dist.barrier()
     peaks = [None] * RANKS
-    dist.all_gather_object(peaks, {arm: [row["peak_mib"] for row in rows] for arm, rows in bench.rows.items()})
+    dist.all_gather_object(
+        peaks, {arm: [row["peak_mib"] for row in rows] for arm, rows in bench.rows.items()}
+    )
     return {
         "rows": bench.rows, "peaks": peaks, "generation": seconds, "differences": differences,
         "base_digest_identical": identical, "syncs_between_digests": bench.updates["adapter"] - 3,
@@ -229,7 +252,11 @@ def run_rank(rank: int, port: int, repeats: int, folder: Path) -> None:
 
 
 def spread(values: list[float]) -> dict:
-    return {"median": round(median(values), 4), "low": round(min(values), 4), "high": round(max(values), 4)}
+    return {
+        "median": round(median(values), 4),
+        "low": round(min(values), 4),
+        "high": round(max(values), 4),
+    }
 
 
 def report(found: dict, repeats: int) -> dict:
@@ -268,11 +295,19 @@ def report(found: dict, repeats: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two repeats: does it run, not how fast")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two repeats: does it run, not how fast"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    repeats, port, context = 2 if options.quick else 9, free_port(), multiprocessing.get_context("fork")
+    repeats, port, context = (
+        2 if options.quick else 9,
+        free_port(),
+        multiprocessing.get_context("fork"),
+    )
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(rank, port, repeats, Path(folder)) for rank in range(RANKS)]
         workers = [context.Process(target=run_rank, args=each) for each in arguments]

@@ -50,7 +50,13 @@ from trl_multinode import GRPOConfig, GRPOTrainer
 KEYS = ("step_s", "generate", "sync_weights", "ahead_s", "waited_s")
 ARMS = ("sync", "overlap", "control", "bare")
 WARM_UP_STEPS = 4  # of the run; the first step of every segment is left out as well
-SHORT = ("step_ratio_vs_max", "step_ratio_vs_max_side_by_side", "speedup", "control_ratio", "cost_when_off")
+SHORT = (
+    "step_ratio_vs_max",
+    "step_ratio_vs_max_side_by_side",
+    "speedup",
+    "control_ratio",
+    "cost_when_off",
+)
 RESULTS = Path(__file__).parent / "results" / "overlap.json"
 
 
@@ -108,7 +114,13 @@ class Schedule(TrainerCallback):
             return
         now = time.perf_counter()
         arm, index, inside = self.arm_of(state.global_step - 1)
-        step = {"arm": arm, "segment": index, "round": inside, "step_s": now - self._since, **self.seconds}
+        step = {
+            "arm": arm,
+            "segment": index,
+            "round": inside,
+            "step_s": now - self._since,
+            **self.seconds,
+        }
         self.steps.append(step | {"engine/busy": logs.get("engine/busy", 0.0)})
         self.seconds.clear()
         self._since = now
@@ -126,7 +138,9 @@ class TimedTrainer(GRPOTrainer):
 
     def time_generation(self) -> None:
         for name in ("generate", "sync_weights"):
-            setattr(self.vllm_generation, name, self._timed(name, getattr(self.vllm_generation, name)))
+            setattr(
+                self.vllm_generation, name, self._timed(name, getattr(self.vllm_generation, name))
+            )
         groups = self.vllm_generation.rounds.groups
         groups.take_seconds = self._noted(groups.take_seconds)
 
@@ -190,7 +204,8 @@ def build(mix: Mix, folder: Path, schedule: Schedule, num_steps: int) -> TimedTr
         report_to=[],
         disable_tqdm=True,
     )
-    prompts = [f"{i} + {i + 1} =" for i in range(1 + num_steps * mix.num_rows // 8)]  # one epoch: no bubble
+    # one epoch: no bubble
+    prompts = [f"{i} + {i + 1} =" for i in range(1 + num_steps * mix.num_rows // 8)]
     model = tiny_qwen2(hidden=mix.hidden, layers=mix.layers)
     trainer = TimedTrainer(
         model, reward, args, Dataset.from_dict({"prompt": prompts}), processing_class=tiny_tokenizer(),
@@ -225,19 +240,27 @@ def rounds_of(steps: list[dict], mix: Mix) -> dict[tuple[str, int], list[dict]]:
             total = {key: sum(step.get(key, 0.0) for step in part) for key in KEYS}
             total["hidden"] = (total["ahead_s"] - total["waited_s"]) / total["step_s"]
             total["busy_ranks"] = 1 - (total["generate"] + total["waited_s"]) / total["step_s"]
-            total["busy_engines"] = part[0]["engine/busy"]  # since the last sync, that is of a whole round
+            # since the last sync, that is of a whole round
+            total["busy_engines"] = part[0]["engine/busy"]
             segments[part[0]["arm"], part[0]["segment"]].append(total)
     return segments
 
 
 def spread(values: list[float]) -> dict:
-    return {"median": round(median(values), 4), "low": round(min(values), 4), "high": round(max(values), 4)}
+    return {
+        "median": round(median(values), 4),
+        "low": round(min(values), 4),
+        "high": round(max(values), 4),
+    }
 
 
 def summarize(steps: list[dict], mix: Mix, repeats: int, segment: int) -> dict:
     """Medians over segments; ratios pair the segments of one repeat."""
     segments = rounds_of(steps, mix)
-    by_arm = {arm: [segments[key] for key in sorted(segments, key=lambda k: k[1]) if key[0] == arm] for arm in ARMS}
+    by_arm = {
+        arm: [segments[key] for key in sorted(segments, key=lambda k: k[1]) if key[0] == arm]
+        for arm in ARMS
+    }
 
     def of(arm: str, key: str) -> list[float]:
         return [median(row[key] for row in rows) for rows in by_arm[arm]]
@@ -270,7 +293,11 @@ def summarize(steps: list[dict], mix: Mix, repeats: int, segment: int) -> dict:
         "t_sync_s": spread(sync),
         "step_ratio_vs_max": ratio(step["overlap"], ideal),
         "step_ratio_vs_max_side_by_side": ratio(step["overlap"], beside),
-        "side_by_side": {"t_gen_s": spread(beside_gen), "t_train_s": spread(beside_train), "t_sync_s": spread(synced)},
+        "side_by_side": {
+            "t_gen_s": spread(beside_gen),
+            "t_train_s": spread(beside_train),
+            "t_sync_s": spread(synced),
+        },
         "speedup": ratio(step["sync"], step["overlap"]),
         "best_possible_speedup": ratio(step["sync"], ideal),
         "control_ratio": ratio(step["control"], step["sync"]),
@@ -303,7 +330,8 @@ def busy_process(core: int, kind: str, seconds: float, results) -> None:
 
 def contention(seconds: float = 1.0) -> dict[str, float]:
     """Speed of one core when the other is busy as well, as a share of its speed alone."""
-    context = multiprocessing.get_context("fork")  # nothing has used torch yet; spawning would import all of it again
+    # nothing has used torch yet; spawning would import all of it again
+    context = multiprocessing.get_context("fork")
 
     def speed(cores: list[int], kind: str) -> float:
         results = context.Queue()
@@ -317,12 +345,19 @@ def contention(seconds: float = 1.0) -> dict[str, float]:
         return sum(counts) / len(counts)
 
     both = [RANK_CORE, ENGINE_CORE]
-    return {kind: round(median(speed(both, kind) / speed(both[:1], kind) for _ in range(3)), 3) for kind in WORK}
+    return {
+        kind: round(median(speed(both, kind) / speed(both[:1], kind) for _ in range(3)), 3)
+        for kind in WORK
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two repeats: does it run, not how fast")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two repeats: does it run, not how fast"
+    )
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()

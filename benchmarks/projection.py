@@ -48,7 +48,12 @@ LIMIT = 0.15  # of the error on a measured cell
 GPUS = 8  # of a node
 RATES = Rates()
 NODES = (2, 4, 8, 16, 32, 64, 128)
-LOCKS = {"both": (True, True), "sender only": (True, False), "worker only": (False, True), "neither": (False, False)}
+LOCKS = {
+    "both": (True, True),
+    "sender only": (True, False),
+    "worker only": (False, True),
+    "neither": (False, False),
+}
 NVBANDWIDTH = "https://github.com/NVIDIA/nvbandwidth/issues/24"
 NVLINK = "https://github.com/NVIDIA/nccl/issues/1264"
 SOURCES = {
@@ -130,7 +135,11 @@ def fitted(cell: dict) -> Cell:
     commit = cell["commit_s"]["median"] / num_bytes
     raw = Cell(num_bytes, cell["nodes"], largest, float("inf"), tuple(stages), commit)
     scale = cell["wall_s"]["ours"]["median"] / seconds(raw)
-    return replace(raw, stage_s_per_byte=tuple(scale * each for each in stages), commit_s_per_byte=scale * commit)
+    return replace(
+        raw,
+        stage_s_per_byte=tuple(scale * each for each in stages),
+        commit_s_per_byte=scale * commit,
+    )
 
 
 def extrapolate(rates: Rates, rails: int | None, **locks: bool) -> list[dict]:
@@ -138,7 +147,9 @@ def extrapolate(rates: Rates, rails: int | None, **locks: bool) -> list[dict]:
     rows = []
     for name, model in MODELS.items():
         for transport in TRANSPORTS:
-            syncs = {nodes: model.sync(nodes, rails, transport=transport, **locks) for nodes in NODES}
+            syncs = {
+                nodes: model.sync(nodes, rails, transport=transport, **locks) for nodes in NODES
+            }
             rows.append(
                 {
                     "model": name,
@@ -147,7 +158,9 @@ def extrapolate(rates: Rates, rails: int | None, **locks: bool) -> list[dict]:
                     "gb_per_gpu": round(model.num_bytes / model.reserved / 1e9, 1),
                     "transport": transport,
                     "rails": syncs[2].rails,
-                    "seconds": {nodes: round(projected(sync, rates), 2) for nodes, sync in syncs.items()},
+                    "seconds": {
+                        nodes: round(projected(sync, rates), 2) for nodes, sync in syncs.items()
+                    },
                     "slowest": {nodes: slowest(sync, rates) for nodes, sync in syncs.items()},
                 }
             )
@@ -166,7 +179,9 @@ def page_locks(rates: Rates, nodes: int = 64) -> list[dict]:
     return [
         {"locked": words}
         | {
-            name: round(projected(model.sync(nodes, sender_locked=sender, worker_locked=worker), rates), 2)
+            name: round(
+                projected(model.sync(nodes, sender_locked=sender, worker_locked=worker), rates), 2
+            )
             for name, model in MODELS.items()
         }
         for words, (sender, worker) in LOCKS.items()
@@ -177,10 +192,16 @@ def beside(other: Published, rates: Rates) -> dict:
     """Return a published sync, with ours of this model in bfloat16 through each transport on all rails."""
     reserved = 1 if other.parameters < 50 else 4
     model = Model(other.parameters * 1e9, other.calls, reserved)
-    ours = {kind: round(projected(model.sync(other.nodes, transport=kind), rates), 2) for kind in TRANSPORTS}
+    ours = {
+        kind: round(projected(model.sync(other.nodes, transport=kind), rates), 2)
+        for kind in TRANSPORTS
+    }
     names = ("who", "model", "gb", "gpus", "low_s", "high_s", "way", "source", "nodes")
     link = other.gb * 1e9 / (rates.nic * NIC_SHARE)
-    return {name: getattr(other, name) for name in names} | {"one_nic_s": round(link, 2), "ours": ours}
+    return {name: getattr(other, name) for name in names} | {
+        "one_nic_s": round(link, 2),
+        "ours": ours,
+    }
 
 
 # ---- tables: a title, the heads of the columns, the rows
@@ -195,9 +216,15 @@ def grid(rows: list[dict], words: str) -> tuple[str, list[str], list[list[str]]]
     lines = []
     for row in rows:
         first = row["transport"] == TRANSPORTS[0]
-        about = [row["model"], row["split"], f"{row['gb']:.0f}", f"{row['gb_per_gpu']:.0f}"] if first else [""] * 4
+        about = (
+            [row["model"], row["split"], f"{row['gb']:.0f}", f"{row['gb_per_gpu']:.0f}"]
+            if first
+            else [""] * 4
+        )
         stages = list(dict.fromkeys(row["slowest"].values()))
-        took = (f"{value:.2f}" if value < 10 else f"{value:.1f}" for value in row["seconds"].values())
+        took = (
+            f"{value:.2f}" if value < 10 else f"{value:.1f}" for value in row["seconds"].values()
+        )
         lines.append([*about, row["transport"], *took, ", then ".join(stages)])
     return f"Seconds of a sync on 2 to 128 nodes, {words}", heads, lines
 
@@ -220,7 +247,11 @@ def tables(found: dict) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     heads = ["who", "model", "GB", "training + engines", "one NIC", "theirs", *TRANSPORTS, "nodes"]
     rows = []
     for row in found["published"]:
-        took = f"{row['low_s']:g}" if row["low_s"] == row["high_s"] else f"{row['low_s']:g} to {row['high_s']:g}"
+        took = (
+            f"{row['low_s']:g}"
+            if row["low_s"] == row["high_s"]
+            else f"{row['low_s']:g} to {row['high_s']:g}"
+        )
         ours = [f"{row['ours'][kind]:.1f}" for kind in TRANSPORTS]
         rows.append(
             [row["who"], row["model"], f"{row['gb']:.0f}", row["gpus"], f"{row['one_nic_s']:.1f}", took, *ours,
@@ -236,7 +267,13 @@ def tables(found: dict) -> Iterator[tuple[str, list[str], list[list[str]]]]:
 def show(found: dict, console: Console) -> None:
     """Print the tables."""
     for title, heads, rows in tables(found):
-        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(
+            title=title,
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
         for head in heads:
             table.add_column(head, justify="left" if head in LEFT else "right", no_wrap=True)
         for row in rows:
@@ -258,14 +295,18 @@ def inputs(rates: Rates) -> dict:
     return found
 
 
-def project(rates: Rates = RATES, rails: int | None = None, sender: bool = True, worker: bool = True) -> dict:
+def project(
+    rates: Rates = RATES, rails: int | None = None, sender: bool = True, worker: bool = True
+) -> dict:
     """Return everything but the measured cells; without `rails`, on one NIC and on one per training rank."""
     locks = {"sender_locked": sender, "worker_locked": worker}
     both = {"one NIC per node": 1, "one NIC per training rank (seven rails with 7+1)": None}
     networks = {f"{rails} NICs per node": rails} if rails else both
     return {
         "inputs": inputs(rates),
-        "projected": {words: extrapolate(rates, number, **locks) for words, number in networks.items()},
+        "projected": {
+            words: extrapolate(rates, number, **locks) for words, number in networks.items()
+        },
         "page_locks": page_locks(rates),
         "published": [beside(other, rates) for other in PUBLISHED],
         "others": OTHERS,
@@ -274,26 +315,42 @@ def project(rates: Rates = RATES, rails: int | None = None, sender: bool = True,
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nic", type=float, default=400, help="Gbit/s of one NIC (default: 400)")
-    parser.add_argument("--gpu-host", type=float, default=40, help="GB/s between GPU and page-locked memory (40)")
-    parser.add_argument("--nvlink", type=float, default=300, help="GB/s between two GPUs of a node (default: 300)")
-    parser.add_argument("--rails", type=int, choices=range(1, GPUS), help="NICs of a node (default: one, and all)")
-    parser.add_argument("--unlocked", choices=("sender", "worker", "both"), help="sides without page-locked memory")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the picture, with matplotlib")
+    parser.add_argument(
+        "--gpu-host", type=float, default=40, help="GB/s between GPU and page-locked memory (40)"
+    )
+    parser.add_argument(
+        "--nvlink", type=float, default=300, help="GB/s between two GPUs of a node (default: 300)"
+    )
+    parser.add_argument(
+        "--rails", type=int, choices=range(1, GPUS), help="NICs of a node (default: one, and all)"
+    )
+    parser.add_argument(
+        "--unlocked", choices=("sender", "worker", "both"), help="sides without page-locked memory"
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw the picture, with matplotlib"
+    )
     return parser
 
 
 def main() -> None:
     """Check the formula against the measured cells, then print and record the projection."""
     options = arguments().parse_args()
-    rates = replace(RATES, nic=options.nic * GBIT, locked=options.gpu_host * 1e9, nvlink=options.nvlink * 1e9)
+    rates = replace(
+        RATES, nic=options.nic * GBIT, locked=options.gpu_host * 1e9, nvlink=options.nvlink * 1e9
+    )
     locked = {side: options.unlocked not in (side, "both") for side in ("sender", "worker")}
     found = project(rates, options.rails, **locked)
     rows = check(json.loads((RESULTS / MEASURED).read_text())["cells"])
     worst = max(abs(row["error"]) for row in rows)
     show(found, Console(width=None if Console().is_terminal else WIDTH, highlight=False))
-    print(f"Measured cells of {MEASURED}: the formula is at most {worst:.0%} off, the limit is {LIMIT:.0%}.")
+    print(
+        f"Measured cells of {MEASURED}: the formula is at most {worst:.0%} off, the limit is {LIMIT:.0%}."
+    )
     if found == project():
         recorded = {"worst_error": worst, "limit": LIMIT, "cells": rows} | found
         (RESULTS / "projection.json").write_text(json.dumps(recorded, indent=1) + "\n")
@@ -302,7 +359,9 @@ def main() -> None:
 
         draw(found, options.png)
     if worst > LIMIT:
-        raise SystemExit("The formula does not describe the measured syncs: see the column `error` in RESULTS.md.")
+        raise SystemExit(
+            "The formula does not describe the measured syncs: see the column `error` in RESULTS.md."
+        )
 
 
 if __name__ == "__main__":

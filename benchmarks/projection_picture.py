@@ -34,9 +34,13 @@ def draw(found: dict, path: Path) -> None:
     for row in found["published"]:
         middle = (row["low_s"] + row["high_s"]) / 2
         reach = (row["high_s"] - row["low_s"]) / 2
-        axes.errorbar(row["gb"], middle, yerr=reach, fmt="D", color="#222222", markersize=5, capsize=3)
+        axes.errorbar(
+            row["gb"], middle, yerr=reach, fmt="D", color="#222222", markersize=5, capsize=3
+        )
         place = PLACES.get((row["who"], row["gb"]), (7, -3))
-        axes.annotate(row["who"], (row["gb"], middle), xytext=place, textcoords="offset points", fontsize=8)
+        axes.annotate(
+            row["who"], (row["gb"], middle), xytext=place, textcoords="offset points", fontsize=8
+        )
     for name, row in {row["model"]: row for row in next(iter(found["projected"].values()))}.items():
         axes.annotate(name, (row["gb"], 0.11), ha="center", fontsize=9, color="#666666")
         axes.axvline(row["gb"], color="#dddddd", linewidth=0.8, zorder=0)
@@ -45,7 +49,9 @@ def draw(found: dict, path: Path) -> None:
         axis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("weights, GB")
     axes.set_ylabel("seconds of a sync")
-    axes.set_title(f"Lines: our arithmetic on {NODES} nodes. Diamonds: measured by others, each on its own cluster")
+    axes.set_title(
+        f"Lines: our arithmetic on {NODES} nodes. Diamonds: measured by others, each on its own cluster"
+    )
     axes.grid(which="both", color="#eeeeee")
     axes.legend(fontsize=8, loc="upper left")
     figure.tight_layout()

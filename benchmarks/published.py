@@ -30,7 +30,12 @@ VERL_MATRIX = f"{VERL}/issues/7060"  # comment of 2026-07-20, H100
 VERL_235B = f"{VERL}/pull/7085"
 NEMO = "https://github.com/NVIDIA-NeMo/RL/pull"
 MOONSHOT = "https://github.com/MoonshotAI/checkpoint-engine/blob/main/README.md"
-QWEN_30B, QWEN_235B, KIMI = (30.5, 18_867), (235.1, 36_945), (1000.0, 70_000)  # billions of parameters, calls
+# billions of parameters, calls
+QWEN_30B, QWEN_235B, KIMI = (
+    (30.5, 18_867),
+    (235.1, 36_945),
+    (1000.0, 70_000),
+)
 
 PUBLISHED = (
     Published("TRL AsyncGRPO", "Qwen3-32B", 65.5, "16 + 16 H200", 2.3, 2.3,

@@ -33,9 +33,15 @@ from trl_multinode.wire.supervisor import (
 )
 
 FORK = get_context("fork")
-VOCABULARY = 150_000  # ids as large as real ones: Python keeps small integers, and they are short in JSON
+VOCABULARY = (
+    150_000  # ids as large as real ones: Python keeps small integers, and they are short in JSON
+)
 MAX_STEPS_AHEAD = 4  # that wait for the front end; a real core is not faster than it either
-TOGETHER, TAIL = 64, 64  # tokens of a row come 64 at a time, as from speculative decoding, the last 64 one by one
+# tokens of a row come 64 at a time, as from speculative decoding, the last 64 one by one
+TOGETHER, TAIL = (
+    64,
+    64,
+)
 ENGINE_ARGS = {
     "dtype": "float32", "max_model_len": 8192, "max_num_seqs": 512, "seed": 0, "enforce_eager": True,
     "kv_cache_memory_bytes": 256 << 20,
@@ -48,9 +54,11 @@ PAUSE_S = 0.02  # before the last step, as long as one takes on a GPU: the front
 class Round:
     """What the benchmark and a server's core tell each other, in shared memory."""
 
-    num_rows: Synchronized = field(default_factory=lambda: FORK.Value("l", 0))  # to wait for, before tokens are made
+    # to wait for, before tokens are made
+    num_rows: Synchronized = field(default_factory=lambda: FORK.Value("l", 0))
     num_tokens: Synchronized = field(default_factory=lambda: FORK.Value("l", 0))  # of every row
-    last_token: Synchronized = field(default_factory=lambda: FORK.Value("d", 0.0))  # monotonic time of the last step
+    # monotonic time of the last step
+    last_token: Synchronized = field(default_factory=lambda: FORK.Value("d", 0.0))
 
 
 class ReplayedCore:
@@ -96,15 +104,20 @@ class ReplayedCore:
 
     async def _play(self, rows: list[str], num_tokens: int) -> None:
         early = max(num_tokens - TAIL, 0)
-        counts = [TOGETHER] * (early // TOGETHER) + [1] * (early % TOGETHER + min(num_tokens, TAIL) - 1)
+        counts = [TOGETHER] * (early // TOGETHER) + [1] * (
+            early % TOGETHER + min(num_tokens, TAIL) - 1
+        )
         for count in counts:
             await self._steps.put(self._step(rows, count, None))
         await asyncio.sleep(PAUSE_S)
         step = self._step(rows, 1, FinishReason.LENGTH)
         self._round.last_token.value = step.timestamp
-        await self._steps.put(self._decoder.decode(self._encoder.encode(step)))  # as it comes from another process
+        # as it comes from another process
+        await self._steps.put(self._decoder.decode(self._encoder.encode(step)))
 
-    def _step(self, rows: list[str], count: int, finish_reason: FinishReason | None) -> EngineCoreOutputs:
+    def _step(
+        self, rows: list[str], count: int, finish_reason: FinishReason | None
+    ) -> EngineCoreOutputs:
         ids = self._random.integers(2, VOCABULARY, (len(rows) * count, 1))
         logprobs = -self._random.random((len(rows) * count, 1), dtype=np.float32) * 10
         lists = LogprobsLists(ids, logprobs, ids[:, 0] % 100, [i * count for i in range(len(rows))])
@@ -205,7 +218,11 @@ class Server:
 
     def stop(self) -> None:
         """End the server by SIGTERM, so that it removes its shared memory, and kill what is left after `STOP_S`."""
-        children = psutil.Process(self._process.pid).children(recursive=True) if self._process.is_alive() else []
+        children = (
+            psutil.Process(self._process.pid).children(recursive=True)
+            if self._process.is_alive()
+            else []
+        )
         self._process.terminate()
         self._process.join(STOP_S)
         self._process.kill()

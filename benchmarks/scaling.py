@@ -35,7 +35,12 @@ from trl_multinode.tools.check.meeting import Place
 
 RESULTS = Path(__file__).parent / "results" / "scaling.json"
 RANKS, GENERATIONS = 7, 8  # training ranks of a node, rows of a group
-MEDIAN, SIGMA, LONGEST = 1200, 0.6, 8192  # tokens; half of the spread is common to a group, as in balance_nodes.py
+# tokens; half of the spread is common to a group, as in balance_nodes.py
+MEDIAN, SIGMA, LONGEST = (
+    1200,
+    0.6,
+    8192,
+)
 LINEAR, CAP = 6 * 4096, 4 * LONGEST
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 BATCH = 4096  # rows of an optimizer step
@@ -44,14 +49,20 @@ SEEDS = 5
 # in 54 days on 16,384 H100. Meta's research cluster RSC-1 (arXiv:2410.21680): 6.50 per 1000 node-days on A100; there
 # jobs of 1024 GPUs failed every 7.9 h, 3.6 times as often as this rate says.
 RATES = {"Llama 3": 419 / 54 / (16384 / 8), "RSC-1": 6.5e-3}
-STATE_BYTES, DISK_RATE = 14, 10e9  # bytes a parameter in a checkpoint; assumed: bytes a second into the file system
+# bytes a parameter in a checkpoint; assumed: bytes a second into the file system
+STATE_BYTES, DISK_RATE = (
+    14,
+    10e9,
+)
 
 
 def lengths(ranks: int, rows: int, seed: int) -> np.ndarray:
     """Draw the lengths of all rows, shuffled within each rank: shape `(ranks, rows)`."""
     random, count = np.random.default_rng(seed), ranks * rows
     group = np.repeat(random.normal(size=-(-count // GENERATIONS)), GENERATIONS)[:count]
-    drawn = np.clip(MEDIAN * np.exp(SIGMA * (group + random.normal(size=count))), 4, LONGEST).astype(np.int64)
+    drawn = np.clip(
+        MEDIAN * np.exp(SIGMA * (group + random.normal(size=count))), 4, LONGEST
+    ).astype(np.int64)
     return random.permuted(drawn.reshape(ranks, rows), axis=1)
 
 
@@ -60,14 +71,19 @@ def fixed_batch(nodes: int) -> dict[str, float]:
     rows = max(1, round(BATCH / (nodes * RANKS)))
     found: dict[str, float] = {"rows": rows}
     for name, reach in (("node", RANKS), ("world", nodes * RANKS)):
-        plans = [plan_micro_steps(lengths(nodes * RANKS, rows, seed), reach, CAP, LINEAR) for seed in range(SEEDS)]
+        plans = [
+            plan_micro_steps(lengths(nodes * RANKS, rows, seed), reach, CAP, LINEAR)
+            for seed in range(SEEDS)
+        ]
         found[name] = float(np.mean([plan.lock_step_efficiency() for plan in plans]))
     return found
 
 
 def node_tokens(nodes: int, rows: int = 32) -> float:
     """Return the tokens of the fullest node over the mean of all nodes."""
-    sums = [lengths(nodes * RANKS, rows, seed).reshape(nodes, -1).sum(1) for seed in range(4 * SEEDS)]
+    sums = [
+        lengths(nodes * RANKS, rows, seed).reshape(nodes, -1).sum(1) for seed in range(4 * SEEDS)
+    ]
     return float(np.mean([each.max() / each.mean() for each in sums]))
 
 
@@ -78,7 +94,10 @@ async def roll_call(nodes: int) -> float:
     rollcall.say = lambda text: None
     versions = dict.fromkeys(("torch", "trl", "vllm", "transformers", "trl-multinode"), "1.0.0")
     calls = [
-        rollcall.call(place, Hello(rank, f"host{rank}", f"id{rank}", rank + 1, nodes, RANKS, RANKS + 1, versions))
+        rollcall.call(
+            place,
+            Hello(rank, f"host{rank}", f"id{rank}", rank + 1, nodes, RANKS, RANKS + 1, versions),
+        )
         for rank in range(nodes)
     ]
     start = monotonic()
@@ -97,7 +116,13 @@ def loading(kind: str) -> float:
     from transformers.integrations.deepspeed import _apply_weight_conversions_to_state_dict
     from transformers.modeling_utils import load_state_dict
 
-    sizes = {"vocab_size": 300, "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    sizes = {
+        "vocab_size": 300,
+        "hidden_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
     of_kind = {
         "qwen3": {"intermediate_size": 4096, "num_hidden_layers": 16},
         "qwen3_moe": {"moe_intermediate_size": 512, "num_experts": 64, "num_hidden_layers": 4},
@@ -115,7 +140,9 @@ def loading(kind: str) -> float:
         state = {}
         for file in Path(folder).glob("*.safetensors"):
             state |= load_state_dict(str(file))
-        state = _apply_weight_conversions_to_state_dict(empty, state, get_model_conversion_mapping(empty))
+        state = _apply_weight_conversions_to_state_dict(
+            empty, state, get_model_conversion_mapping(empty)
+        )
         return (private_bytes() - before) / size
 
 
@@ -145,13 +172,22 @@ def checkpoints(billions: float, nodes: int, per_day: float) -> SimpleNamespace:
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     """Return a table in Markdown."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows)) + "\n"
+    return (
+        "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows))
+        + "\n"
+    )
 
 
 def tables(found: dict) -> dict[str, str]:
     """Return the tables of docs/operate/sizing.md by name."""
     batch = [
-        [nodes, str(cell["rows"]), f"{cell['node']:.2f}", f"{cell['world']:.2f}", f"{found['node_tokens'][nodes]:.2f}"]
+        [
+            nodes,
+            str(cell["rows"]),
+            f"{cell['node']:.2f}",
+            f"{cell['world']:.2f}",
+            f"{found['node_tokens'][nodes]:.2f}",
+        ]
         for nodes, cell in found["fixed_batch"].items()
     ]
     risk = []
@@ -164,11 +200,24 @@ def tables(found: dict) -> dict[str, str]:
         ])  # fmt: skip
     return {
         "fixed_batch": table(
-            ["nodes", "rows a rank", "rows stay on their node", "rows go to any rank (default)", "fullest node"],
+            [
+                "nodes",
+                "rows a rank",
+                "rows stay on their node",
+                "rows go to any rank (default)",
+                "fullest node",
+            ],
             batch,
         ),
         "failures": table(
-            ["nodes", "failures a day", "hours between two", "best interval of checkpoints, 32B, min", "lost"], risk
+            [
+                "nodes",
+                "failures a day",
+                "hours between two",
+                "best interval of checkpoints, 32B, min",
+                "lost",
+            ],
+            risk,
         ),
     }
 

@@ -35,7 +35,15 @@ import psutil
 import slow_rewards
 import torch
 from datasets import Dataset
-from overlap import ENGINE_CORE, RANK_CORE, Schedule, pin, spread  # also binds the engine to its core
+
+# also binds the engine to its core
+from overlap import (
+    ENGINE_CORE,
+    RANK_CORE,
+    Schedule,
+    pin,
+    spread,
+)
 from slow_rewards import GROUP
 from transformers import PrinterCallback
 
@@ -60,7 +68,9 @@ class Mix:
     max_staleness: int = 1
     num_rows: int = 16
     num_tokens: int = 24  # of every completion
-    num_iterations: int = 80  # optimizer steps per round: training is longer than generation and a reward
+    num_iterations: int = (
+        80  # optimizer steps per round: training is longer than generation and a reward
+    )
     max_num_seqs: int = 16
 
 
@@ -69,7 +79,13 @@ MIXES = {
     "awaits": Mix("awaits"),
     "computes": Mix("computes", reward_s=0.5, processes=2),
     "same_round": Mix(
-        "waits", reward_s=0.2, max_staleness=0, num_rows=32, num_tokens=96, num_iterations=1, max_num_seqs=4
+        "waits",
+        reward_s=0.2,
+        max_staleness=0,
+        num_rows=32,
+        num_tokens=96,
+        num_iterations=1,
+        max_num_seqs=4,
     ),
 }
 
@@ -96,11 +112,16 @@ def rows_of(mix: Mix, schedule: Segments, num_rounds: int) -> Dataset:
     for number in range(num_rounds):
         arm, _, _ = schedule.arm_of(number * mix.num_iterations)
         reward_s = mix.reward_s if arm == "slow" else 0.0
-        rows += [{"prompt": f"{number} + {i} =", "reward_s": reward_s} for i in range(mix.num_rows // GROUP)]
+        rows += [
+            {"prompt": f"{number} + {i} =", "reward_s": reward_s}
+            for i in range(mix.num_rows // GROUP)
+        ]
     return Dataset.from_list(rows)
 
 
-def build(mix: Mix, folder: Path, schedule: Segments, num_rounds: int, score_groups: int | None) -> GRPOTrainer:
+def build(
+    mix: Mix, folder: Path, schedule: Segments, num_rounds: int, score_groups: int | None
+) -> GRPOTrainer:
     args = GRPOConfig(
         output_dir=str(folder),
         use_cpu=True,
@@ -146,11 +167,15 @@ def pin_all() -> None:
     pin(here.pid, RANK_CORE)
 
 
-def rounds_of(mix: Mix, arms: list[str], segment: int, score_groups: int | None) -> dict[tuple[int, str], list[dict]]:
+def rounds_of(
+    mix: Mix, arms: list[str], segment: int, score_groups: int | None
+) -> dict[tuple[int, str], list[dict]]:
     """Train, and return the rounds of each segment."""
     schedule = Segments(arms, segment, mix.num_iterations)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build(mix, Path(folder), schedule, WARM_UP_ROUNDS + len(arms) * segment, score_groups)
+        trainer = build(
+            mix, Path(folder), schedule, WARM_UP_ROUNDS + len(arms) * segment, score_groups
+        )
         pin_all()
         trainer.train()
         trainer.close()
@@ -177,10 +202,16 @@ def by_segment(steps: list[dict], mix: Mix) -> dict[tuple[int, str], list[dict]]
     return {key: rounds[: -mix.max_staleness or None] for key, rounds in found.items()}
 
 
-def summarize(segments: dict[tuple[int, str], list[dict]], in_round: list[dict], mix: Mix, segment: int) -> dict:
+def summarize(
+    segments: dict[tuple[int, str], list[dict]], in_round: list[dict], mix: Mix, segment: int
+) -> dict:
     """Medians over segments; ratios pair the segments of one repeat."""
     step = {
-        arm: [median(row["step_s"] for row in rows) for (_, its), rows in sorted(segments.items()) if its == arm]
+        arm: [
+            median(row["step_s"] for row in rows)
+            for (_, its), rows in sorted(segments.items())
+            if its == arm
+        ]
         for arm in ARMS
     }
 
@@ -208,8 +239,12 @@ def run(mix: Mix, repeats: int, segment: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two repeats: does it run, not how fast")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two repeats: does it run, not how fast"
+    )
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()

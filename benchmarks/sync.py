@@ -34,18 +34,31 @@ from multinode_kit.nodes import Nodes
 FOLDER = Path(__file__).parent
 LINKS = {"free": None, "1 Gbit/s": 1000}
 ARMS = ("ours", "trl", "world", "control")
-DEEPSPEED = ZERO3 | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+DEEPSPEED = ZERO3 | {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 0.0,
+}
 RANKS_PER_NODE = 2
 CORES = os.sched_getaffinity(0)  # all ranks and engines share them
-CELLS = (("40M", 2), ("40M", 4), ("150M", 2))  # 150 M on 4 nodes: 8 ranks and 4 engines do not fit into 24 GB
+# 150 M on 4 nodes: 8 ranks and 4 engines do not fit into 24 GB
+CELLS = (
+    ("40M", 2),
+    ("40M", 4),
+    ("150M", 2),
+)
 
 
 def cell(model: str, num_nodes: int, engine: str, repeats: int) -> list[dict]:
     """One launch; a result per link."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with Nodes(num_nodes, RANKS_PER_NODE, folder=folder, namespaces=True, deepspeed=DEEPSPEED) as nodes:
-            nodes.launch(FOLDER / "sync_rank.py", str(folder), model, engine, str(repeats), ",".join(ARMS))
+        with Nodes(
+            num_nodes, RANKS_PER_NODE, folder=folder, namespaces=True, deepspeed=DEEPSPEED
+        ) as nodes:
+            nodes.launch(
+                FOLDER / "sync_rank.py", str(folder), model, engine, str(repeats), ",".join(ARMS)
+            )
             for index, rate in enumerate(LINKS.values()):
                 for rank in range(nodes.spec.num_ranks):
                     nodes.wait_for(rank, f"READY {index}", timeout_s=900)
@@ -54,16 +67,28 @@ def cell(model: str, num_nodes: int, engine: str, repeats: int) -> list[dict]:
             codes = nodes.wait(timeout_s=900)
             if any(codes):
                 raise RuntimeError(f"launchers ended with {codes}:\n{nodes.rank_log(0)[-3000:]}")
-        ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(nodes.spec.num_ranks)]
+        ranks = [
+            json.loads((folder / f"rank{rank}.json").read_text())
+            for rank in range(nodes.spec.num_ranks)
+        ]
     return [
-        {"model": model, "nodes": num_nodes, "link": link, "engine": "vllm" if engine == REAL else "fake"}
+        {
+            "model": model,
+            "nodes": num_nodes,
+            "link": link,
+            "engine": "vllm" if engine == REAL else "fake",
+        }
         | summarize([rank["links"][index] for rank in ranks], ranks[0], num_nodes)
         for index, link in enumerate(LINKS)
     ]
 
 
 def spread(values: list[float]) -> dict:
-    return {"median": round(median(values), 4), "low": round(min(values), 4), "high": round(max(values), 4)}
+    return {
+        "median": round(median(values), 4),
+        "low": round(min(values), 4),
+        "high": round(max(values), 4),
+    }
 
 
 def ratios(above: list[float], below: list[float]) -> dict:
@@ -76,17 +101,28 @@ def summarize(ranks: list[dict], common: dict, num_nodes: int) -> dict:
     repeats = range(len(ranks[0]["ours"]))
     wall = {arm: [max(rank[arm][i]["wall_s"] for rank in ranks) for i in repeats] for arm in ARMS}
     inbound = {
-        arm: [max(main[arm][i]["inbound_bytes"] for main in mains) / common["model_bytes"] for i in repeats]
+        arm: [
+            max(main[arm][i]["inbound_bytes"] for main in mains) / common["model_bytes"]
+            for i in repeats
+        ]
         for arm in ARMS
     }
     stages = [
-        {stage: max(main["ours"][i][stage] for main in mains) for stage in ("gather_s", "copy_s", "load_s")}
+        {
+            stage: max(main["ours"][i][stage] for main in mains)
+            for stage in ("gather_s", "copy_s", "load_s")
+        }
         for i in repeats
     ]
     stream = [max(main["ours"][i]["stream_s"] for main in mains) for i in repeats]
-    bound = [max(s.values()) + (sum(s.values()) - max(s.values())) / common["buckets"] for s in stages]
+    bound = [
+        max(s.values()) + (sum(s.values()) - max(s.values())) / common["buckets"] for s in stages
+    ]
     world = num_nodes * RANKS_PER_NODE
-    cpu, check = ([sum(rank["ours"][i][key] for rank in ranks) for i in repeats] for key in ("cpu_s", "check_cpu_s"))
+    cpu, check = (
+        [sum(rank["ours"][i][key] for rank in ranks) for i in repeats]
+        for key in ("cpu_s", "check_cpu_s")
+    )
     return {
         "model_mb": round(common["model_bytes"] / 1e6, 1),
         "buckets": common["buckets"],
@@ -109,7 +145,9 @@ def summarize(ranks: list[dict], common: dict, num_nodes: int) -> dict:
         "cpu_share": spread([a / (len(CORES) * b) for a, b in zip(cpu, wall["ours"], strict=True)]),
         "check_share": spread([a / b for a, b in zip(check, cpu, strict=True)]),
         "extra_memory_buckets": round(max(r["memory"]["ours"] for r in ranks) / common["limit"], 2),
-        "extra_memory_buckets_trl": round(max(r["memory"]["trl"] for r in ranks) / common["limit"], 2),
+        "extra_memory_buckets_trl": round(
+            max(r["memory"]["trl"] for r in ranks) / common["limit"], 2
+        ),
         "largest_bucket_mb": round(common["largest_bucket"] / 1e6, 1),
         "worst_logprob_difference": max(d for main in mains for d in main["fresh"]),
         "stale_logprob_difference": min(d for main in mains for d in main["stale"]),
@@ -118,10 +156,16 @@ def summarize(ranks: list[dict], common: dict, num_nodes: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the small model, two nodes, fake engines, no file")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="the small model, two nodes, fake engines, no file"
+    )
     parser.add_argument("--out", type=Path, default=FOLDER / "results" / "sync.json")
-    parser.add_argument("--repeats", type=int, default=11, help="syncs of each arm and link (default: 11)")
+    parser.add_argument(
+        "--repeats", type=int, default=11, help="syncs of each arm and link (default: 11)"
+    )
     arguments = parser.parse_args()
     start = time.monotonic()
     if arguments.quick:
@@ -131,7 +175,9 @@ def main() -> None:
     for model, num_nodes in CELLS:
         cells += cell(model, num_nodes, REAL if num_nodes == 2 else FAKE, arguments.repeats)
         print(f"{time.monotonic() - start:.0f} s: {model}, {num_nodes} nodes done", flush=True)
-        arguments.out.write_text(json.dumps({"ranks_per_node": RANKS_PER_NODE, "cells": cells}, indent=1) + "\n")
+        arguments.out.write_text(
+            json.dumps({"ranks_per_node": RANKS_PER_NODE, "cells": cells}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ def count(name: str) -> None:
 
     def call(*args, **kwargs):
         group = args[0][0].group if name == "batch_isend_irecv" else kwargs.get("group")
-        inside = group is not None and dist.get_process_group_ranks(group)[-1] < RANKS_PER_NODE * (NODE + 1)
+        inside = group is not None and dist.get_process_group_ranks(group)[-1] < RANKS_PER_NODE * (
+            NODE + 1
+        )
         inside = inside and dist.get_process_group_ranks(group)[0] >= RANKS_PER_NODE * NODE
         key = "within" if inside else "across"
         counted[key] = counted.get(key, 0) + 1
@@ -32,7 +34,9 @@ def count(name: str) -> None:
     setattr(dist, name, call)
 
 
-RANK, NODE, RANKS_PER_NODE = (int(os.environ[name]) for name in ("RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE"))
+RANK, NODE, RANKS_PER_NODE = (
+    int(os.environ[name]) for name in ("RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE")
+)
 for function in (
     "all_gather_into_tensor",
     "all_gather",
@@ -61,10 +65,20 @@ from trl_multinode.weights.probe import probe_tokens
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.timings import SyncTimings
-from trl_multinode.wire.messages import NUM_SLOTS, BeginUpdate, CommitUpdate, LoadBucket, WeightVersion
+from trl_multinode.wire.messages import (
+    NUM_SLOTS,
+    BeginUpdate,
+    CommitUpdate,
+    LoadBucket,
+    WeightVersion,
+)
 
 folder, size, engine_module, repeats, arms = Path(sys.argv[1]), sys.argv[2], *sys.argv[3:6]
-MODELS = {"40M": (512, 2048, 8, 8192, 40), "150M": (768, 3072, 12, 49152, 40)}  # hidden, MLP, layers, vocabulary, MiB
+# hidden, MLP, layers, vocabulary, MiB
+MODELS = {
+    "40M": (512, 2048, 8, 8192, 40),
+    "150M": (768, 3072, 12, 49152, 40),
+}
 CPU = torch.device("cpu")
 M_MMAP_THRESHOLD = -3
 CONFIG = json.loads(Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
@@ -106,7 +120,9 @@ class PerParameter:
                 name, tensor = next(tensors)
                 assert name == spec.name, (name, spec.name)
                 self.sync._slots.write(index % NUM_SLOTS, [spec], [Pieces.whole(tensor)])
-            on_the_way.append(self.engines[0].post(LoadBucket(bucket=index, slot=index % NUM_SLOTS)))
+            on_the_way.append(
+                self.engines[0].post(LoadBucket(bucket=index, slot=index % NUM_SLOTS))
+            )
         assert next(tensors, None) is None
         while on_the_way:
             self.engines[0].wait(on_the_way.pop(0))
@@ -146,7 +162,9 @@ class Arms:
         self.trl.mode, self.trl.model, self.trl._weight_metadata = "server", model, None
         self.trl.accelerator = SimpleNamespace(is_main_process=main)
         plugin = SimpleNamespace(zero_stage=3)
-        self.trl._dist = DistributedBackend(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
+        self.trl._dist = DistributedBackend(
+            SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+        )
         self.trl.vllm_client = PerParameter(engines, self.syncs["trl"]) if main else None
 
     def timed_check(self, check, *arguments) -> None:
@@ -159,7 +177,9 @@ class Arms:
         """The arm's own slots and buckets, outside of the time: an engine has one plan at a time."""
         sync = self.syncs[arm]
         if sync._engines is not None:
-            sync._slots = sync._transport.open(self.engines, slot_bytes(sync.buckets), sync._layouts)
+            sync._slots = sync._transport.open(
+                self.engines, slot_bytes(sync.buckets), sync._layouts
+            )
 
     def run(self, arm: str) -> SyncTimings | None:
         self.update += 1
@@ -214,9 +234,17 @@ def timed(arms: Arms, arm: str) -> dict:
     dist.barrier()  # the slowest node's engine has the weights
     wall = time.perf_counter() - start
     found = {"cpu_s": cpu_seconds(arms.engines) - cpu_before, "check_cpu_s": arms.check_cpu_s}
-    found |= {"wall_s": wall, "inbound_bytes": inbound_bytes() - bytes_before, "across": across, "within": within}
+    found |= {
+        "wall_s": wall,
+        "inbound_bytes": inbound_bytes() - bytes_before,
+        "across": across,
+        "within": within,
+    }
     if timings is not None:
-        found |= {key: getattr(timings, key) for key in ("stream_s", "gather_s", "copy_s", "load_s", "commit_s")}
+        found |= {
+            key: getattr(timings, key)
+            for key in ("stream_s", "gather_s", "copy_s", "load_s", "commit_s")
+        }
     return found
 
 
@@ -244,10 +272,12 @@ def measure(arms: Arms, model, engines, names: Sequence[str]) -> dict:
         result["stale"].append(difference(model, engines) if arms.update else 9.0)
         arms.open(arm)
         arms.run(arm)
-        if arm not in arms.memory:  # the link does not matter, and blocks that glibc keeps later would be counted
+        # the link does not matter, and blocks that glibc keeps later would be counted
+        if arm not in arms.memory:
             arms.memory[arm] = memory_peak(lambda arm=arm: arms.run(arm))
         result["fresh"].append(difference(model, engines))
-    keep_freed_blocks(32 << 20)  # glibc's own limit; the time of a sync is that of a process that keeps them
+    # glibc's own limit; the time of a sync is that of a process that keeps them
+    keep_freed_blocks(32 << 20)
     for repeat in range(int(repeats)):
         for arm in names if repeat % 2 == 0 else names[::-1]:
             result[arm].append(timed(arms, arm))
@@ -259,7 +289,9 @@ def own_engines(model) -> Iterator:
     if RANK % RANKS_PER_NODE:
         yield None
         return
-    with running_engines(model, folder / f"node{NODE}", engine_module, max_model_len=128, max_num_seqs=4) as engines:
+    with running_engines(
+        model, folder / f"node{NODE}", engine_module, max_model_len=128, max_num_seqs=4
+    ) as engines:
         yield engines
 
 
@@ -280,7 +312,9 @@ def main() -> None:
     with ExitStack() as stack:
         bare = build()
         engines = stack.enter_context(own_engines(bare))
-        model = deepspeed.initialize(model=bare, model_parameters=bare.parameters(), config=CONFIG)[0].module
+        model = deepspeed.initialize(model=bare, model_parameters=bare.parameters(), config=CONFIG)[
+            0
+        ].module
         assert dist.get_world_size() == int(os.environ["WORLD_SIZE"])
         limit = MODELS[size][-1] << 20
         arms = Arms(model, engines, limit)

@@ -17,8 +17,16 @@ def lora(found: dict) -> str:
     ]
     generation = found["generation_s"]
     rows += [["16 rows x 64 tokens, s", *(generation.get(name, "as merged") for name in arms)]]
-    keys = ["speedup_over_merged", "speedup_over_trl", "control_ratio", "control_ratio_adapter", "bytes_ratio"]
-    figures = [[f"`{key}`", found[key]] for key in [*keys, "generation_slowdown", "base_digest_identical"]]
+    keys = [
+        "speedup_over_merged",
+        "speedup_over_trl",
+        "control_ratio",
+        "control_ratio_adapter",
+        "bytes_ratio",
+    ]
+    figures = [
+        [f"`{key}`", found[key]] for key in [*keys, "generation_slowdown", "base_digest_identical"]
+    ]
     return (
         f"## LoRA\n\n{found['model_parameters'] / 1e6:.0f} M parameters, rank {found['lora_rank']} on every linear "
         f"layer, {found['ranks']} ranks under ZeRO-3, vLLM on the same cores (`benchmarks/lora.py`, "
@@ -30,17 +38,44 @@ def lora(found: dict) -> str:
 
 def sync(found: dict) -> str:
     cells = found["cells"]
-    columns = [f"{c['model']}, {c['nodes']} x {found['ranks_per_node']}, {c['link']}, {c['engine']}" for c in cells]
-    rows = [[f"{arm}, s", *(c["wall_s"][arm] for c in cells)] for arm in ("ours", "trl", "world", "control")]
-    keys = ["speedup_over_trl", "speedup_over_world", "control_ratio", "inbound_ratio", "inbound_ratio_trl"]
+    columns = [
+        f"{c['model']}, {c['nodes']} x {found['ranks_per_node']}, {c['link']}, {c['engine']}"
+        for c in cells
+    ]
+    rows = [
+        [f"{arm}, s", *(c["wall_s"][arm] for c in cells)]
+        for arm in ("ours", "trl", "world", "control")
+    ]
+    keys = [
+        "speedup_over_trl",
+        "speedup_over_world",
+        "control_ratio",
+        "inbound_ratio",
+        "inbound_ratio_trl",
+    ]
     rows += [[f"`{key}`", *(c[key] for c in cells)] for key in keys]
     rows += [["limit of `inbound_ratio`", *(c["inbound_limit"] for c in cells)]]
     counts = ["buckets", "world_collectives", "world_collectives_trl"]
     rows += [[f"`{key}`", *(c[key] for c in cells)] for key in counts]
-    rows += [[f"{stage}", *(c["stage_s"][stage] for c in cells)] for stage in ("gather_s", "copy_s", "load_s")]
-    keys = ["commit_s", "wall_vs_stages", "cpu_share", "gb_per_s", "extra_memory_buckets", "extra_memory_buckets_trl"]
+    rows += [
+        [f"{stage}", *(c["stage_s"][stage] for c in cells)]
+        for stage in ("gather_s", "copy_s", "load_s")
+    ]
+    keys = [
+        "commit_s",
+        "wall_vs_stages",
+        "cpu_share",
+        "gb_per_s",
+        "extra_memory_buckets",
+        "extra_memory_buckets_trl",
+    ]
     rows += [[f"`{key}`", *(c[key] for c in cells)] for key in keys]
-    rows += [["`sync_share` where TRL's is 20 %", *(share(c["speedup_over_trl"]["median"]) for c in cells)]]
+    rows += [
+        [
+            "`sync_share` where TRL's is 20 %",
+            *(share(c["speedup_over_trl"]["median"]) for c in cells),
+        ]
+    ]
     return "## Weight sync\n\n" + SYNC + table(["", *columns], rows)
 
 
@@ -67,7 +102,12 @@ def transports(found: dict) -> str:
     rows = [["whole sync, s", *(found["seconds"][arm] for arm in arms)]]
     rows += [["GB/s", *(found["gb_per_s"][arm] for arm in arms)]]
     for stage in ("copy_s", "load_s"):
-        rows += [[stage, *(found["stage_s"][arm][stage] if arm in found["stage_s"] else "" for arm in arms)]]
+        rows += [
+            [
+                stage,
+                *(found["stage_s"][arm][stage] if arm in found["stage_s"] else "" for arm in arms),
+            ]
+        ]
     figures = [[f"`{key}`", found[key]] for key in ("nccl_over_host", "control_ratio")]
     return (
         f"## Transports\n\nOne process, one vLLM, {found['model_mb']} MB (`benchmarks/transports.py`). `nccl` over "
@@ -80,10 +120,18 @@ def transports(found: dict) -> str:
 def projection(found: dict) -> str:
     checked = [[r["model"], r["nodes"], r["link"], "fitted" if r["fitted"] else "predicted", r["measured_s"],
                 r["predicted_s"], f"{r['error']:+.0%}"] for r in found["cells"]]  # fmt: skip
-    sources = [f"- {row['who']}, {row['model']}: {row['way']}; <{row['source']}>" for row in found["published"]] + [
-        f"- {who}, no seconds of one sync: {what}; <{source}>" for who, what, source in found["others"]
+    sources = [
+        f"- {row['who']}, {row['model']}: {row['way']}; <{row['source']}>"
+        for row in found["published"]
+    ] + [
+        f"- {who}, no seconds of one sync: {what}; <{source}>"
+        for who, what, source in found["others"]
     ]
-    rates = [f"- {each['what']}: <{each['source']}>" for each in found["inputs"].values() if each["source"]]
+    rates = [
+        f"- {each['what']}: <{each['source']}>"
+        for each in found["inputs"].values()
+        if each["source"]
+    ]
     return (
         "## Projection of the weight sync\n\n**Not measured on a GPU.** Arithmetic of "
         "`trl_multinode/tools/plan/sync_seconds.py`, explained in [sizing.md](../docs/operate/sizing.md); first what "
@@ -97,7 +145,14 @@ def projection(found: dict) -> str:
 def few_rows(found: dict) -> str:
     keys = ["seconds", "received_mib", "sent_mib", "within_mib", "peak_mib"]
     rows = [[arm, *(value[key] for key in keys)] for arm, value in found["arms"].items()]
-    columns = ["rows", "seconds", "MiB into a node", "MiB out of a node", "MiB within a node", "MiB of a local main"]
+    columns = [
+        "rows",
+        "seconds",
+        "MiB into a node",
+        "MiB out of a node",
+        "MiB within a node",
+        "MiB of a local main",
+    ]
     return (
         f"## FSDP2 shards of few rows\n\nGathering one tensor of {found['tensor_mib']} MiB from {found['ranks']} "
         f"forked ranks on {found['nodes']} nodes (`benchmarks/few_rows.py`); nodes are those with the most. With 16 "

@@ -23,7 +23,10 @@ def overlap(found: dict) -> str:
         ["step, max_staleness=0, s", *(mix["step_s"]["sync"] for mix in mixes.values())],
         ["step, max_staleness=1, s", *(mix["step_s"]["overlap"] for mix in mixes.values())],
         ["`step_ratio_vs_max`", *(mix["step_ratio_vs_max"] for mix in mixes.values())],
-        ["the same, T_gen and T_train while both run", *(m["step_ratio_vs_max_side_by_side"] for m in mixes.values())],
+        [
+            "the same, T_gen and T_train while both run",
+            *(m["step_ratio_vs_max_side_by_side"] for m in mixes.values()),
+        ],
         ["speedup", *(mix["speedup"] for mix in mixes.values())],
         ["`hidden_share` of the step", *(mix["hidden_share"] for mix in mixes.values())],
         ["`busy_share` ranks, 0 and 1", *(busy(mix, "ranks") for mix in mixes.values())],
@@ -51,8 +54,9 @@ def agents(found: dict) -> str:
         ["`step_ratio_vs_max`", *(mix["step_ratio_vs_max"] for mix in mixes)],
         ["`control_ratio`", *(mix["control_ratio"] for mix in mixes)],
     ]
-    return "## Agents\n\nOne rank and one vLLM engine, a core each; every completion calls a tool that sleeps\n" + (
-        "(`benchmarks/agents.py`).\n\n" + table(["", *found], rows)
+    return (
+        "## Agents\n\nOne rank and one vLLM engine, a core each; every completion calls a tool that sleeps\n"
+        + ("(`benchmarks/agents.py`).\n\n" + table(["", *found], rows))
     )
 
 
@@ -69,7 +73,9 @@ def long_tail(found: dict) -> str:
         keys = ["step_s", "speedup_over_staleness_1", "ratio_to_ideal", "ratio_to_full", "row_seconds_share",
                 "running_rows", "mixed_rows", "trained_share", "mean_age", "max_age"]  # fmt: skip
         rows = [[f"`{key}`", *(arm[key] for arm in arms.values())] for key in keys]
-        aim = ", ".join(f"{what.replace('_', ' ')}: {verdict}" for what, verdict in cell["aim"].items())
+        aim = ", ".join(
+            f"{what.replace('_', ' ')}: {verdict}" for what, verdict in cell["aim"].items()
+        )
         parts.append(
             f"{name}: g {text(cell['g_s'])} s, t {text(cell['t_s'])} s; `control_ratio` "
             f"{text(cell['control_ratio'])}, {cell['repeats']} repeats. Of `in_flight_3`: {aim}.\n\n"
@@ -90,7 +96,12 @@ It is undecided where two equal arms (`control_ratio`) differ by more than a qua
 
 def balance(found: dict) -> str:
     runs = found["runs"]
-    keys = ["train_phase_speedup", "speedup_over_trl_cropped", "speedup_over_trl_one_row", "control_ratio"]
+    keys = [
+        "train_phase_speedup",
+        "speedup_over_trl_cropped",
+        "speedup_over_trl_one_row",
+        "control_ratio",
+    ]
     rows = [[f"`{key}`", *(run[key] for run in runs)] for key in keys]
     shares = ["real_token_share", "real_token_share_in_lock_step", "mean_rows"]
     rows += [[f"`{key}`", *(run["arms"]["balanced"][key] for run in runs)] for key in shares]
@@ -104,10 +115,17 @@ def balance_nodes(found: dict) -> str:
     rows = []
     for nodes in sorted({cell["nodes"] for cell in found["cells"]}):
         cells = {cell["rows"]: cell["arms"] for cell in found["cells"] if cell["nodes"] == nodes}
-        shares = [cells[size].get(arm, {}).get("lock_step_efficiency", "") for size, arm in BALANCE_ARMS]
-        others = [", ".join(f"{cells[size]['world'][key]:.0f}" for size in (32, 128)) for key in BALANCE_KEYS]
+        shares = [
+            cells[size].get(arm, {}).get("lock_step_efficiency", "") for size, arm in BALANCE_ARMS
+        ]
+        others = [
+            ", ".join(f"{cells[size]['world'][key]:.0f}" for size in (32, 128))
+            for key in BALANCE_KEYS
+        ]
         rows.append([f"{nodes}", *shares, *others])
-    return BALANCE_NODES.format(**found) + table(["nodes", *BALANCE_ARMS.values(), *BALANCE_KEYS.values()], rows)
+    return BALANCE_NODES.format(**found) + table(
+        ["nodes", *BALANCE_ARMS.values(), *BALANCE_KEYS.values()], rows
+    )
 
 
 BALANCE_ARMS = {
@@ -119,7 +137,11 @@ BALANCE_ARMS = {
     (128, "world"): "world",
     (128, "one_pool"): "one pool",
 }
-BALANCE_KEYS = {"planning_ms": "plan, ms", "exchange_ms": "exchange, ms", "sent_mb_per_node": "MB a node sends"}
+BALANCE_KEYS = {
+    "planning_ms": "plan, ms",
+    "exchange_ms": "exchange, ms",
+    "sent_mb_per_node": "MB a node sends",
+}
 BALANCE_NODES = """## Balance over nodes
 
 Lock-step efficiency on nodes of 7 ranks by rows of a rank, simulated with the real planner on lengths with a median of
@@ -136,7 +158,10 @@ def exchange(found: dict) -> str:
                "`vllm serve`"]  # fmt: skip
     keys = ["exchange_s_per_mtoken", "control_ratio", "trl_s_per_mtoken", "trl_s_per_mtoken_of_the_world",
             "serve_s_per_mtoken"]  # fmt: skip
-    rows = [[f"{cell['nodes']} x {cell['ranks']}", *(cell.get(key, "") for key in keys)] for cell in cells]
+    rows = [
+        [f"{cell['nodes']} x {cell['ranks']}", *(cell.get(key, "") for key in keys)]
+        for cell in cells
+    ]
     real = found["real_engine"]
     head = (
         "## Exchange\n\nFrom the last token in the engine core to rows with the slowest rank; all ranks of a "
@@ -158,14 +183,21 @@ def exchange(found: dict) -> str:
         f"model on a CPU): {text(real['exchange_s_per_mtoken'])}; the same rows played: "
         f"{text(real['played_core_s_per_mtoken'])}.\n\nReplaced names:\n\n"
     )
-    return head + table(columns, rows) + tail + "".join(f"- `{k}`: {why}\n" for k, why in found["replaced"].items())
+    return (
+        head
+        + table(columns, rows)
+        + tail
+        + "".join(f"- `{k}`: {why}\n" for k, why in found["replaced"].items())
+    )
 
 
 def learning(found: dict) -> str:
     rows = []
     for step, after in found["after"].items():
         for arm, rewards in after["reward"].items():
-            rows.append([arm, step, after["mean"][arm], ", ".join(f"{reward:.3f}" for reward in rewards)])
+            rows.append(
+                [arm, step, after["mean"][arm], ", ".join(f"{reward:.3f}" for reward in rewards)]
+            )
     return (
         f"## Learning\n\nMean reward over the last {found['averaged_over']} steps, by seed "
         "(`benchmarks/learning.py`).\n\n" + table(["arm", "after step", "mean", "seeds"], rows)
@@ -202,7 +234,9 @@ def dynamic_sampling(found: dict) -> str:
         for number in ("steps", "tokens")
         for arm in ("off", "on")
     ]
-    rows += [["ratio", number, found.get(f"{number}_on_over_off"), ""] for number in ("steps", "tokens")]
+    rows += [
+        ["ratio", number, found.get(f"{number}_on_over_off"), ""] for number in ("steps", "tokens")
+    ]
     return (
         "## Dynamic sampling\n\nSteps and sampled tokens of completions until the expected reward on held-out prompts "
         f"is {found['target']}, by seed; {found['groups_per_step']} groups of {found['rows']} a step, of which "
@@ -228,7 +262,11 @@ def rivals(found: dict) -> str:
             steps = [mix["step_s"]["sync"]["median"], mix["step_s"]["overlap"]["median"]]
             steps.append((mix["t_gen_s"]["median"] + mix["t_train_s"]["median"]) / devices)
             rows.append([name, *(round(tokens / seconds / devices) for seconds in steps)])
-    return "## Rivals\n\n" + RIVALS + table(["", "max_staleness=0", "max_staleness=1", "colocated, calculated"], rows)
+    return (
+        "## Rivals\n\n"
+        + RIVALS
+        + table(["", "max_staleness=0", "max_staleness=1", "colocated, calculated"], rows)
+    )
 
 
 RIVALS = """- TRL server: the arms `trl` of the exchange and of the weight sync.
@@ -245,15 +283,30 @@ Completion tokens per second and device, the reserved device counted.
 def control_plane(found: dict) -> str:
     worlds = list(found.values())
     rows = [
-        ["nodes x ranks", *(f"{world['nodes']} x {world['ranks'] // world['nodes']}" for world in worlds)],
-        ["connections to the store, per rank", *(world["connections_per_rank"] for world in worlds)],
-        ["CPU of the store during the start, s", *(world["startup_store_cpu_s"] for world in worlds)],
+        [
+            "nodes x ranks",
+            *(f"{world['nodes']} x {world['ranks'] // world['nodes']}" for world in worlds),
+        ],
+        [
+            "connections to the store, per rank",
+            *(world["connections_per_rank"] for world in worlds),
+        ],
+        [
+            "CPU of the store during the start, s",
+            *(world["startup_store_cpu_s"] for world in worlds),
+        ],
         ["CPU of the store, without heartbeats", *(percent(world, "off") for world in worlds)],
         ["the same once more (control)", *(percent(world, "control") for world in worlds)],
         ["CPU of the store, with heartbeats", *(percent(world, "on") for world in worlds)],
         ["with over without", *(world["on_over_off"] for world in worlds)],
-        ["a failure to the end of all ranks, s", *(world["failure_seen_by_all_s"] for world in worlds)],
-        ["a stopped rank to the end of all others, s", *(world["silence_seen_by_all_s"] for world in worlds)],
+        [
+            "a failure to the end of all ranks, s",
+            *(world["failure_seen_by_all_s"] for world in worlds),
+        ],
+        [
+            "a stopped rank to the end of all others, s",
+            *(world["silence_seen_by_all_s"] for world in worlds),
+        ],
     ]
     return CONTROL_PLANE + table(["ranks", *(str(world["ranks"]) for world in worlds)], rows)
 

@@ -46,7 +46,11 @@ def build():
 
 
 def spread(values: list[float]) -> dict:
-    return {"median": round(median(values), 4), "low": round(min(values), 4), "high": round(max(values), 4)}
+    return {
+        "median": round(median(values), 4),
+        "low": round(min(values), 4),
+        "high": round(max(values), 4),
+    }
 
 
 def difference(trainer: SyncDriver) -> float:
@@ -55,7 +59,10 @@ def difference(trainer: SyncDriver) -> float:
 
 
 def memcpy(num_bytes: int) -> float:
-    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
+    source, target = (
+        torch.ones(num_bytes, dtype=torch.uint8),
+        torch.zeros(num_bytes, dtype=torch.uint8),
+    )
     start = time.perf_counter()
     target.copy_(source)
     return time.perf_counter() - start
@@ -85,7 +92,9 @@ def measure(repeats: int, folder: Path) -> dict:
                 start = time.perf_counter()
                 trainer.send()
                 seconds[arm].append(time.perf_counter() - start)
-                stages[arm].append({"copy_s": trainer.timings.copy_s, "load_s": trainer.timings.load_s})
+                stages[arm].append(
+                    {"copy_s": trainer.timings.copy_s, "load_s": trainer.timings.load_s}
+                )
                 fresh.append(difference(trainer))
                 if sync._slots.kind != transport.kind:
                     raise RuntimeError(f"{arm}: fell back to {sync._slots.kind}")
@@ -100,9 +109,13 @@ def summarize(seconds: dict, stages: dict, num_bytes: int) -> dict:
     return {
         "model_mb": round(num_bytes / 1e6, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "not_run": [] if torch.cuda.is_available() else ["ipc (needs a GPU)", "nccl over NCCL (ran over gloo)"],
+        "not_run": []
+        if torch.cuda.is_available()
+        else ["ipc (needs a GPU)", "nccl over NCCL (ran over gloo)"],
         "seconds": {arm: spread(values) for arm, values in timed.items()},
-        "gb_per_s": {arm: spread([num_bytes / 1e9 / s for s in values]) for arm, values in timed.items()},
+        "gb_per_s": {
+            arm: spread([num_bytes / 1e9 / s for s in values]) for arm, values in timed.items()
+        },
         "stage_s": {
             arm: {key: spread([s[key] for s in found[1:]]) for key in found[0]}
             for arm, found in stages.items()
@@ -119,7 +132,9 @@ def ratio(above: list[float], below: list[float]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="two repeats, no file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

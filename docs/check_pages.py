@@ -32,12 +32,17 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # The README is also the page on PyPI, where a relative link leads nowhere
 ABSOLUTE = re.compile(re.escape(PROJECT["urls"]["Homepage"]) + r"/(?:blob|tree)/main/")
 SOURCES = ("trl_multinode", "tests", "benchmarks", "docs", "evidence", "examples", "requirements")
-MENTION = re.compile(r"([\w/.-]*\w\.py)\b(?:(?:::|: )([\w.]+))?")  # `file.py: Name`, `file.py::test`
+# `file.py: Name`, `file.py::test`
+MENTION = re.compile(r"([\w/.-]*\w\.py)\b(?:(?:::|: )([\w.]+))?")
 
 SHELL = {"bash", "exec", "exit", "export", "trap"}
 # Programs of others, which are not parsed; a command of ours among their words is
 OTHERS = {"getent", "git", "ip", "kubectl", "sbatch", "srun"}
-PLACEHOLDERS = {"K": "0", "HOST0": "10.0.0.1"}  # of the pages, for a node's number and for the address of node 0
+# of the pages, for a node's number and for the address of node 0
+PLACEHOLDERS = {
+    "K": "0",
+    "HOST0": "10.0.0.1",
+}
 FLAGS = "--machine_rank 0 --main_process_ip HOST0"  # what `trl-multinode flags` prints
 
 Fault = tuple[int, str]  # line and text
@@ -48,7 +53,9 @@ Fault = tuple[int, str]  # line and text
 
 def prose(text: str) -> str:
     """Return a page with its fenced blocks emptied, line by line."""
-    return re.sub(r"^( *)```.*?^ *```", lambda block: "\n" * block[0].count("\n"), text, flags=re.M | re.S)
+    return re.sub(
+        r"^( *)```.*?^ *```", lambda block: "\n" * block[0].count("\n"), text, flags=re.M | re.S
+    )
 
 
 @cache
@@ -114,7 +121,9 @@ def exists(file: str, name: str) -> bool:
 
 def lost_paths(page: Path) -> Iterator[Fault]:
     for number, line in enumerate(page.read_text().splitlines(), 1):
-        for file, name in (found for span in re.findall(r"`([^`]+)`", line) for found in MENTION.findall(span)):
+        for file, name in (
+            found for span in re.findall(r"`([^`]+)`", line) for found in MENTION.findall(span)
+        ):
             if not exists(file, name):
                 yield number, f"there is no {file}{f': {name}' if name else ''}"
 
@@ -135,7 +144,9 @@ def blocks(text: str) -> Iterator[tuple[int, str, str]]:
 def commands(block: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the line and the words of each command; a backslash at its end continues a line."""
     if assigned := re.search(r'(\w+)="?\$\((trl-multinode flags[^()]*)\)"?', block):
-        block = re.sub(rf'"?\$\{{?{assigned[1]}\b\}}?"?', FLAGS, block).replace(assigned[0], assigned[2])
+        block = re.sub(rf'"?\$\{{?{assigned[1]}\b\}}?"?', FLAGS, block).replace(
+            assigned[0], assigned[2]
+        )
     block = re.sub(r'"?\$\(trl-multinode flags[^()]*\)"?', FLAGS, block)
     block = re.sub(r"\$\(([^()]*)\)", "0", block)
     pending, first = "", 1
@@ -190,7 +201,11 @@ def check_launch(words: list[str]) -> None:
         launch, problems = problems_of(words[at + 1], [*words[1:at], *words[at + 2 :]], port=False)
         if problems:
             raise Refused("; ".join(problem.what for problem in problems))
-        unread = [note for note in launch.script.notes if "are not checked" in note and "examples/" in note]
+        unread = [
+            note
+            for note in launch.script.notes
+            if "are not checked" in note and "examples/" in note
+        ]
         if unread:
             raise Refused(unread[0])
 
@@ -220,7 +235,9 @@ def check_own(words: list[str]) -> None:
     elif name == "grpo":
         check_grpo(rest)
     else:
-        with mock.patch.object(argparse.ArgumentParser, "parse_known_args", parsed_only(known_flags())):
+        with mock.patch.object(
+            argparse.ArgumentParser, "parse_known_args", parsed_only(known_flags())
+        ):
             try:
                 import_module(f"trl_multinode.tools.{COMMANDS[name]}").main(rest)
             except Parsed as parsed:
@@ -265,7 +282,9 @@ def known_flags() -> frozenset[str]:
     """Return the flags that a command passes on to `accelerate launch` or to the check."""
     from trl_multinode.tools.check.command_line import own_parser
 
-    return frozenset(flag for parser in (launch_parser(), own_parser()) for flag in parser._option_string_actions)
+    return frozenset(
+        flag for parser in (launch_parser(), own_parser()) for flag in parser._option_string_actions
+    )
 
 
 def parsed_only(known: frozenset[str]) -> Callable:
@@ -291,7 +310,11 @@ def check_python(words: list[str]) -> None:
     if not script.is_file():
         raise Refused(f"there is no {words[0]}")
     flags = {word.partition("=")[0] for word in words[1:] if word.startswith("-")}
-    literals = {node.value for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.Constant)}
+    literals = {
+        node.value
+        for node in ast.walk(ast.parse(script.read_text()))
+        if isinstance(node, ast.Constant)
+    }
     if lost := sorted(flags - literals):
         raise Refused(f"{words[0]} has no argument {' '.join(lost)}")
 
@@ -323,11 +346,15 @@ def bad_blocks(page: Path) -> Iterator[Fault]:
                 except SyntaxError as error:
                     yield start + (error.lineno or 1), f"not Python: {error.msg}"
             if language == "console":  # commands after a prompt, among what they print
-                block = "\n".join(line[2:] if line.startswith("$ ") else "" for line in block.splitlines())
+                block = "\n".join(
+                    line[2:] if line.startswith("$ ") else "" for line in block.splitlines()
+                )
             if language in ("bash", "console"):
                 yield from ((start + line, problem) for line, problem in refused(block))
     for number, line in enumerate(prose(page.read_text()).splitlines(), 1):
-        if re.match(r" *(?:\$ )?(accelerate launch|trl-multinode \w|make \w|python3? [\w/]+\.py)", line):
+        if re.match(
+            r" *(?:\$ )?(accelerate launch|trl-multinode \w|make \w|python3? [\w/]+\.py)", line
+        ):
             yield number, "a command stands outside of a bash or console block"
 
 
@@ -348,7 +375,9 @@ def fill(folder: Path) -> None:
         shutil.copy(path, folder)
     (folder / "accelerate_configs").symlink_to(ROOT / "accelerate_configs")
     (folder / "examples").symlink_to(ROOT / "examples")
-    (folder / "train.py").write_text("from trl_multinode import GRPOConfig, ModelConfig, TrlParser\n")
+    (folder / "train.py").write_text(
+        "from trl_multinode import GRPOConfig, ModelConfig, TrlParser\n"
+    )
 
 
 def refusal(words: list[str]) -> str:
@@ -392,8 +421,16 @@ def generated() -> Iterator[tuple[Path, str, str]]:
     for name, text in write_api.render().items():
         yield write_api.PAGES / name, text, "python docs/write_api.py"
     yield write_api.SETTINGS, write_api.settings_page(), "python docs/write_api.py"
-    yield fault_table.PAGE, fault_table.page(fault_table.recorded()), "python evidence/fault_table.py"
-    yield compatibility.PAGE, compatibility.page(compatibility.recorded()), "python evidence/compatibility.py"
+    yield (
+        fault_table.PAGE,
+        fault_table.page(fault_table.recorded()),
+        "python evidence/fault_table.py",
+    )
+    yield (
+        compatibility.PAGE,
+        compatibility.page(compatibility.recorded()),
+        "python evidence/compatibility.py",
+    )
     yield versions.PAGE, versions.page(json.loads(versions.RECORD.read_text())), "make versions"
     yield ROOT / "benchmarks" / "RESULTS.md", table.render(), "python benchmarks/table.py"
 

@@ -27,7 +27,12 @@ WIDTH = 100  # of a line in a block of code
 SECTION = re.compile(r"(Args|Parameters|Attributes|Returns|Yields|Raises):")
 TITLES = {"Args": "Parameters"}
 TWO_NAMES = "Each class has TRL's name, and the same with `MultiNode` before it."
-PUBLIC_METHODS = {"last_checkpoint", "weights_changed", "close"}  # of a trainer; the others are TRL's
+# of a trainer; the others are TRL's
+PUBLIC_METHODS = {
+    "last_checkpoint",
+    "weights_changed",
+    "close",
+}
 Definition = ast.ClassDef | ast.FunctionDef
 
 
@@ -46,7 +51,11 @@ class Entry:
     @property
     def document(self) -> str:
         own = ast.get_docstring(self.node, clean=False) or ""
-        return f"{inspect.cleandoc(own)}\n\n{declared.docstring()}" if self.name == "NodeFields" else own
+        return (
+            f"{inspect.cleandoc(own)}\n\n{declared.docstring()}"
+            if self.name == "NodeFields"
+            else own
+        )
 
 
 @dataclass(frozen=True)
@@ -74,13 +83,25 @@ class Page:
 def entries(path: Path, pattern: str = r"[A-Z]\w*|[a-z]\w*") -> list[Entry]:
     """The documented names of a module that match, in the order of the code."""
     nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, Definition)]
-    return [Entry(node.name, node) for node in nodes if re.fullmatch(pattern, node.name) and ast.get_docstring(node)]
+    return [
+        Entry(node.name, node)
+        for node in nodes
+        if re.fullmatch(pattern, node.name) and ast.get_docstring(node)
+    ]
 
 
 def methods(of: Entry, names: set[str] | None = None) -> list[Entry]:
     """The documented public methods of a class; with `names`, only those."""
-    found = [node for node in of.node.body if isinstance(node, ast.FunctionDef) and ast.get_docstring(node)]
-    wanted = [node for node in found if not node.name.startswith("_") and (names is None or node.name in names)]
+    found = [
+        node
+        for node in of.node.body
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node)
+    ]
+    wanted = [
+        node
+        for node in found
+        if not node.name.startswith("_") and (names is None or node.name in names)
+    ]
     return [Entry(f"{of.name}.{node.name}", node) for node in wanted]
 
 
@@ -92,7 +113,11 @@ def trainer_files() -> list[Path]:
 
 
 def with_methods(found: list[Entry], names: set[str] | None = None) -> list[Entry]:
-    return [one for entry in found for one in (entry, *(methods(entry, names) if is_class(entry) else ()))]
+    return [
+        one
+        for entry in found
+        for one in (entry, *(methods(entry, names) if is_class(entry) else ()))
+    ]
 
 
 def is_class(entry: Entry) -> bool:
@@ -102,16 +127,25 @@ def is_class(entry: Entry) -> bool:
 def pages() -> list[Page]:
     """All pages, from the code as it is."""
     configs = [
-        one for path in [PACKAGE / "config.py", *trainer_files()] for one in entries(path, r"MultiNode\w+Config")
+        one
+        for path in [PACKAGE / "config.py", *trainer_files()]
+        for one in entries(path, r"MultiNode\w+Config")
     ]
     fields = entries(PACKAGE / "config.py", "NodeFields")
     trainers = [one for path in trainer_files() for one in entries(path, r"MultiNode\w+Trainer")]
     of_node = with_methods(entries(PACKAGE / "node_trainer.py", "NodeTrainer"), PUBLIC_METHODS)
-    settings = f"{TWO_NAMES} [settings.md](../use/settings.md) has them on one screen, with the defaults."
+    settings = (
+        f"{TWO_NAMES} [settings.md](../use/settings.md) has them on one screen, with the defaults."
+    )
     messages = "[errors.md](../operate/errors.md) has the causes and the cures."
     return [
         Page("configs.md", "Configs", settings, {"": [*configs, *fields]}),
-        Page("trainers.md", "Trainers", f"{TWO_NAMES} All other methods are TRL's.", {"": trainers + of_node}),
+        Page(
+            "trainers.md",
+            "Trainers",
+            f"{TWO_NAMES} All other methods are TRL's.",
+            {"": trainers + of_node},
+        ),
         Page("errors.md", "Errors", messages, {"": entries(PACKAGE / "errors.py")}),
     ]
 
@@ -126,7 +160,11 @@ def signature(entry: Entry) -> str:
     words = [word for word in arguments(of.args) if word != "self"] if of else []
     returns = f" -> {ast.unparse(node.returns)}" if getattr(node, "returns", None) else ""
     head = f"class {entry.name}" if is_class(entry) else entry.name
-    bases = f"  # a subclass of {', '.join(map(ast.unparse, node.bases))}" if getattr(node, "bases", None) else ""
+    bases = (
+        f"  # a subclass of {', '.join(map(ast.unparse, node.bases))}"
+        if getattr(node, "bases", None)
+        else ""
+    )
     if is_class(entry) and not words:
         return head + bases
     line = f"{head}({', '.join(words)}){returns}"
@@ -145,7 +183,9 @@ def arguments(of: ast.arguments) -> list[str]:
     defaults = [None] * (len(plain) - len(of.defaults)) + of.defaults
     words = [argument(one, default) for one, default in zip(plain, defaults, strict=True)]
     words += [f"*{ast.unparse(of.vararg)}"] if of.vararg else ["*"] if of.kwonlyargs else []
-    words += [argument(one, default) for one, default in zip(of.kwonlyargs, of.kw_defaults, strict=True)]
+    words += [
+        argument(one, default) for one, default in zip(of.kwonlyargs, of.kw_defaults, strict=True)
+    ]
     return words + ([f"**{ast.unparse(of.kwarg)}"] if of.kwarg else [])
 
 
@@ -161,7 +201,10 @@ def markdown(document: str) -> str:
 
     def end_section() -> None:
         if kind:
-            parts.append(f"**{TITLES.get(kind, kind)}**\n\n" + "\n".join(f"- {' '.join(item)}" for item in items))
+            parts.append(
+                f"**{TITLES.get(kind, kind)}**\n\n"
+                + "\n".join(f"- {' '.join(item)}" for item in items)
+            )
 
     for line in inspect.cleandoc(document).splitlines():
         if match := SECTION.fullmatch(line):
@@ -169,7 +212,13 @@ def markdown(document: str) -> str:
             kind, items = match[1], []
         elif kind and line.startswith("    "):
             if not line.startswith("     ") and (kind not in ("Returns", "Yields") or not items):
-                items.append([bold(line.strip()) if kind not in ("Returns", "Yields", "Raises") else line.strip()])
+                items.append(
+                    [
+                        bold(line.strip())
+                        if kind not in ("Returns", "Yields", "Raises")
+                        else line.strip()
+                    ]
+                )
             else:
                 items[-1].append(line.strip())
         elif line.strip() or not kind:
@@ -191,7 +240,9 @@ def linked(text: str, where: dict[str, str]) -> str:
     """Turn references into links: names of the API pages, and pages of docs/."""
     code = re.split(r"(```.*?```)", text, flags=re.DOTALL)
     for at in range(0, len(code), 2):
-        part = re.sub(r"\[`~?([\w.]+)`\](?:\(\w+\.py\))?", lambda match: reference(match[1], where), code[at])
+        part = re.sub(
+            r"\[`~?([\w.]+)`\](?:\(\w+\.py\))?", lambda match: reference(match[1], where), code[at]
+        )
         code[at] = with_page_links(part, PAGES)
     return "".join(code)
 
@@ -218,14 +269,18 @@ def written(page: Page, where: dict[str, str]) -> str:
     for title, found in page.sections.items():
         lines += [f"## `testing.{title}`\n"] if title else []
         for entry in found:
-            lines += [f"{'###' if title else '##'} `{entry.title}`\n", f"```python\n{signature(entry)}\n```\n"]
+            lines += [
+                f"{'###' if title else '##'} `{entry.title}`\n",
+                f"```python\n{signature(entry)}\n```\n",
+            ]
             lines += [linked(markdown(entry.document), where) + "\n"]
     return "\n".join(lines)
 
 
 def index(all_pages: list[Page]) -> str:
     rows = [
-        f"| [{page.title}]({page.file}) | {', '.join(f'`{title}`' for title in page.titles)} |" for page in all_pages
+        f"| [{page.title}]({page.file}) | {', '.join(f'`{title}`' for title in page.titles)} |"
+        for page in all_pages
     ]
     about = "From the docstrings of the [public names](../../CONTRIBUTING.md#public-names). Commands have `--help`."
     return "\n".join([HEADER, "# API\n", f"{about}\n", "| page | names |", "|---|---|", *rows, ""])

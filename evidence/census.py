@@ -72,7 +72,11 @@ def docstring_lines(tree: ast.Module) -> set[int]:
     """Return the lines of all strings that are statements: docstrings, and texts below attributes."""
     found: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             found |= set(range(node.lineno, node.end_lineno + 1))
     return found
 
@@ -101,10 +105,16 @@ def imported_rooms(path: Path, package: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = own[: len(own) - node.level]
-            names = (node.module or "").split(".") if node.module else [alias.name for alias in node.names]
+            names = (
+                (node.module or "").split(".")
+                if node.module
+                else [alias.name for alias in node.names]
+            )
             whole = [*base, *names]
             yield whole[0]
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package.name + "."):
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            package.name + "."
+        ):
             yield node.module.split(".")[1]
 
 
@@ -128,7 +138,9 @@ def complexities(package: Path) -> list[tuple[int, str]]:
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, FUNCTIONS):
-                found.append((1 + decisions(node), f"{path.relative_to(package.parent)}: {node.name}"))
+                found.append(
+                    (1 + decisions(node), f"{path.relative_to(package.parent)}: {node.name}")
+                )
     return sorted(found, reverse=True)
 
 
@@ -156,13 +168,17 @@ def attributes(package: Path) -> list[tuple[int, str]]:
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                found.append((len(attributes_of(node)), f"{path.relative_to(package.parent)}: {node.name}"))
+                found.append(
+                    (len(attributes_of(node)), f"{path.relative_to(package.parent)}: {node.name}")
+                )
     return sorted(found, reverse=True)
 
 
 def attributes_of(node: ast.ClassDef) -> set[str]:
     fields = {
-        part.target.id for part in node.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+        part.target.id
+        for part in node.body
+        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
     }
     own = {
         part.attr
@@ -186,7 +202,9 @@ def rank_modules(root: Path) -> int:
         "import sys; from trl_multinode import GRPOConfig, GRPOTrainer; "
         "print(len([name for name in sys.modules if name.split('.')[0] == 'trl_multinode']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True
+    )
     return int(done.stdout.split()[-1])
 
 
@@ -197,13 +215,17 @@ def settings_of_our_own(root: Path) -> int:
         "names = lambda config: {field.name for field in dataclasses.fields(config)}; "
         "print(len(names(trl_multinode.GRPOConfig) - names(trl.GRPOConfig)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True
+    )
     return int(done.stdout.split()[-1])
 
 
 def tests_by_part(root: Path) -> str:
     """Return how many tests each part of the Makefile has."""
-    done = subprocess.run([sys.executable, "-c", COLLECT], capture_output=True, text=True, cwd=root, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT], capture_output=True, text=True, cwd=root, check=True
+    )
     return done.stdout.split("parts: ")[1].splitlines()[0]
 
 
@@ -238,7 +260,9 @@ def show_most(title: str, found: list[tuple[int, str]], limit: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).resolve().parents[1])
     parser.add_argument("--tools", nargs="*", default=sorted(TOOLS), help="rooms that are commands")
     parser.add_argument("--static", action="store_true", help="import nothing and collect no tests")
@@ -249,9 +273,15 @@ def main() -> None:
     core = set(rooms) - tools
     print(row("core", total(rooms, core)))
     print(row("tools", total(rooms, tools)))
-    print(row("test kit", total(count_rooms(options.root / "tests" / "multinode_kit"), {"(beside)"})))
-    pairs = Counter((name, other) for name in core | tools for other in rooms[name].imports if name in rooms)
-    print(f"\nrooms: {len(core - {'(beside)'})} and {len(tools)} of commands; arrows between rooms: {len(pairs)}")
+    print(
+        row("test kit", total(count_rooms(options.root / "tests" / "multinode_kit"), {"(beside)"}))
+    )
+    pairs = Counter(
+        (name, other) for name in core | tools for other in rooms[name].imports if name in rooms
+    )
+    print(
+        f"\nrooms: {len(core - {'(beside)'})} and {len(tools)} of commands; arrows between rooms: {len(pairs)}"
+    )
     show_most("complexity of functions", complexities(package), COMPLEX)
     show_most("attributes of classes", attributes(package), MANY_ATTRIBUTES)
     pages = sorted(options.root.glob("docs/**/*.md"))
@@ -260,7 +290,9 @@ def main() -> None:
     print(f"without evidence and API: {len(written)} with {sum(map(words, written))} words")
     print(f"words of the README: {words(options.root / 'README.md')}")
     tests = list((options.root / "tests").rglob("*.py"))
-    print(f"lines of tests: {sum(path.read_text().count(chr(10)) for path in tests)} in {len(tests)} files")
+    print(
+        f"lines of tests: {sum(path.read_text().count(chr(10)) for path in tests)} in {len(tests)} files"
+    )
     if not options.static:
         print(f"settings of our own: {settings_of_our_own(options.root)}")
         print(f"modules of the package that a GRPO rank imports: {rank_modules(options.root)}")

@@ -26,7 +26,8 @@ Tests of `tests/e2e/test_features.py` run the same script, data and seed under `
 that our trainer got, and require equal metrics, gradients and weights.
 """
 
-proved: dict[tuple[str, str], list[dict]] = defaultdict(list)  # group and row -> results of its tests
+# group and row -> results of its tests
+proved: dict[tuple[str, str], list[dict]] = defaultdict(list)
 failed: set[str] = set()
 
 
@@ -45,7 +46,9 @@ def pytest_runtest_makereport(item, call):
             engine = marker.kwargs.get("engine", "vllm" if real else "fake")
             result = "refused" if marker.kwargs.get("refused") else "works"
             message = dict(item.user_properties).get("message", "")
-            proved[marker.args].append({"test": name, "engine": engine, "result": result, "message": message})
+            proved[marker.args].append(
+                {"test": name, "engine": engine, "result": result, "message": message}
+            )
     return report
 
 
@@ -84,14 +87,23 @@ def page(rows: list[dict]) -> str:
     """The page: a table per group, and first of all how many rows there are of each kind."""
     results = [verdict(row["tests"]) for row in rows]
     counts = {result: results.count(result) for result in ("works", "refused", "fails")}
-    lines = [HEADER, f"{counts['works']} rows work, {counts['refused']} are refused, {counts['fails']} fail."]
+    lines = [
+        HEADER,
+        f"{counts['works']} rows work, {counts['refused']} are refused, {counts['fails']} fail.",
+    ]
     group = None
     for row, result in zip(rows, results, strict=True):
         if row["group"] != group:
             group = row["group"]
-            lines += [f"\n## {group}\n", "| feature | result | engine | test |", "| --- | --- | --- | --- |"]
+            lines += [
+                f"\n## {group}\n",
+                "| feature | result | engine | test |",
+                "| --- | --- | --- | --- |",
+            ]
         engines = ", ".join(sorted({ENGINES[test["engine"]] for test in row["tests"]}))
-        tests = "<br>".join(f"`{test}`" for test in short_names([test["test"] for test in row["tests"]]))
+        tests = "<br>".join(
+            f"`{test}`" for test in short_names([test["test"] for test in row["tests"]])
+        )
         messages = "".join(f": {test['message']}" for test in row["tests"][:1] if test["message"])
         lines.append(f"| {row['row']} | {result}{messages} | {engines} | {tests} |")
     return "\n".join(lines) + "\n"
@@ -100,7 +112,11 @@ def page(rows: list[dict]) -> str:
 def short_names(tests: list[str]) -> list[str]:
     """Name several cases of one test once."""
     functions = [test.split("[")[0] for test in tests]
-    return list(dict.fromkeys(f if functions.count(f) > 1 else t for f, t in zip(functions, tests, strict=True)))
+    return list(
+        dict.fromkeys(
+            f if functions.count(f) > 1 else t for f, t in zip(functions, tests, strict=True)
+        )
+    )
 
 
 def verdict(tests: list[dict]) -> str:

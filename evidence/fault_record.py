@@ -33,7 +33,11 @@ def note(item, report, marked: list[str]) -> None:
     if report.outcome == "skipped":
         return
     name = item.nodeid.removeprefix("tests/")
-    found = {"rows": marked, "result": report.outcome, "ran": time.strftime("%Y-%m-%d", time.gmtime())}
+    found = {
+        "rows": marked,
+        "result": report.outcome,
+        "ran": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
     found["whole_s"] = round(report.duration, 1)
     found |= {name: value for name, value in item.user_properties if name == "seconds"}
     if item.get_closest_marker("engine") is not None:

@@ -47,7 +47,9 @@ def rows_of_name(name: str) -> list[str]:
     if not name.startswith("test_row_"):
         return []
     rest = name.removeprefix("test_row_") + "_"
-    known = [row["id"] for row in rows() if rest.startswith((f"{row['id']}_", *row.get("names", ())))]
+    known = [
+        row["id"] for row in rows() if rest.startswith((f"{row['id']}_", *row.get("names", ())))
+    ]
     return [max(known, key=len)] if known else [rest.split("_")[0]]
 
 
@@ -96,7 +98,10 @@ def page(record: dict) -> str:
         "| row | fault | promise | limit | seconds | test | ran |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    return "\n".join(lines + [_line(row, record["tests"]) for row in rows()] + _random_section(record)) + "\n"
+    return (
+        "\n".join(lines + [_line(row, record["tests"]) for row in rows()] + _random_section(record))
+        + "\n"
+    )
 
 
 def _line(row: dict, tests: dict[str, dict]) -> str:
@@ -107,12 +112,26 @@ def _line(row: dict, tests: dict[str, dict]) -> str:
         names = [f"none: {row.get('missing', 'write one')}"]
     if others := names[NAMED_TESTS:]:
         not_run = sum(name.endswith(NOT_RUN) for name in others)
-        names[NAMED_TESTS:] = [f"{len(others)} more" + (f" ({not_run} not run yet)" if not_run else "")]
+        names[NAMED_TESTS:] = [
+            f"{len(others)} more" + (f" ({not_run} not run yet)" if not_run else "")
+        ]
     failed = any(test["result"] != "passed" for test in ran.values())
-    seconds = ("**fails** " if failed else "") + _seconds(list(ran.values())) + _over(row["limit"], list(ran.values()))
+    seconds = (
+        ("**fails** " if failed else "")
+        + _seconds(list(ran.values()))
+        + _over(row["limit"], list(ran.values()))
+    )
     real = " (real)" if any(test.get("real") for test in ran.values()) else ""
     dates = max((test["ran"] for test in ran.values()), default="")
-    cells = [row["id"] + real, row["fault"], row["promise"], row["limit"], seconds, "<br>".join(names), dates]
+    cells = [
+        row["id"] + real,
+        row["fault"],
+        row["promise"],
+        row["limit"],
+        seconds,
+        "<br>".join(names),
+        dates,
+    ]
     return f"| {' | '.join(cells)} |"
 
 
@@ -125,7 +144,9 @@ def _not_in(row: str, ran: dict[str, dict]) -> list[str]:
 def _over(limit: str, tests: list[dict]) -> str:
     """Return a remark if a measured time is above a limit in seconds."""
     number = re.match(r"(\d+) s$", limit)
-    over = number and max((test.get("seconds", 0.0) for test in tests), default=0.0) > float(number[1])
+    over = number and max((test.get("seconds", 0.0) for test in tests), default=0.0) > float(
+        number[1]
+    )
     return " **over the limit**" if over else ""
 
 

@@ -40,7 +40,16 @@ def draw(runs: int, seed: int) -> list[Fault]:
         signals = [SIGNALS[i % len(SIGNALS)] for i in range(count)]
         for name in signals:
             step, delay = chance.randint(1, STEPS - 2), chance.uniform(0.0, 1.0)
-            faults.append(Fault(kind, name, chance.randrange(NODES), chance.randrange(RANKS), step, round(delay, 2)))
+            faults.append(
+                Fault(
+                    kind,
+                    name,
+                    chance.randrange(NODES),
+                    chance.randrange(RANKS),
+                    step,
+                    round(delay, 2),
+                )
+            )
     chance.shuffle(faults)
     return faults
 
@@ -57,7 +66,9 @@ def lines_of(faults: list[Fault], outcomes: list[Outcome], seed: int) -> list[st
     )
     pairs = enumerate(zip(faults, outcomes, strict=False), start=1)
     rows = [f"| {number} | {fault.shown} | {outcome.shown} |" for number, (fault, outcome) in pairs]
-    head = ["| run | process | signal | moment | result | seconds until the end | goes on after a second launch |"]
+    head = [
+        "| run | process | signal | moment | result | seconds until the end | goes on after a second launch |"
+    ]
     return [
         "## Random faults\n",
         f"`make faults-random N={len(faults)} SEED={seed}`, {time.strftime('%Y-%m-%d', time.gmtime())}. {summary}\n",
@@ -68,17 +79,24 @@ def lines_of(faults: list[Fault], outcomes: list[Outcome], seed: int) -> list[st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", action="store_true", help="write the table into docs/evidence/faults.md")
+    parser.add_argument(
+        "--record", action="store_true", help="write the table into docs/evidence/faults.md"
+    )
     arguments = parser.parse_args()
     faults, outcomes = draw(arguments.runs, arguments.seed), []
     with tempfile.TemporaryDirectory() as name:
         whole = run_without_fault(Path(name, "whole"))
         for number, fault in enumerate(faults):
             outcomes.append(run_with(fault, Path(name, f"run{number}"), whole))
-            print(f"{number + 1} of {len(faults)}: {fault.signal} to {fault.process}: {outcomes[-1]}", flush=True)
+            print(
+                f"{number + 1} of {len(faults)}: {fault.signal} to {fault.process}: {outcomes[-1]}",
+                flush=True,
+            )
     lines = lines_of(faults, outcomes, arguments.seed)
     print("\n".join(lines))
     if arguments.record:

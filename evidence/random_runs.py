@@ -56,7 +56,11 @@ class Fault:
         """What a line that names the process contains, one of these."""
         if self.kind != "launcher":
             return (self.process,)
-        return (self.process, f"node {self.node}, rank")  # the launcher passes a signal on to its ranks
+        # the launcher passes a signal on to its ranks
+        return (
+            self.process,
+            f"node {self.node}, rank",
+        )
 
     @property
     def shown(self) -> str:
@@ -92,7 +96,10 @@ def launch(nodes: Nodes, folder: Path, name: str, **more) -> None:
 def results(folder: Path, name: str) -> list[dict]:
     """Rows and losses of every rank; empty for a rank that has logged nothing."""
     files = [folder / f"{name}_rank{rank}.json" for rank in range(NODES * RANKS)]
-    found = [json.loads(file.read_text()) if file.exists() else {"rounds": [], "steps": {}} for file in files]
+    found = [
+        json.loads(file.read_text()) if file.exists() else {"rounds": [], "steps": {}}
+        for file in files
+    ]
     return [{part: one[part] for part in ("rounds", "steps")} for one in found]
 
 
@@ -119,7 +126,8 @@ def run_with(fault: Fault, folder: Path, whole: list[dict]) -> Outcome:
         pid, saved = fault.pid(nodes), (steps_done(folder, "run") - 1) // SAVE_STEPS
         os.kill(pid, getattr(signal, fault.signal))
         start = time.monotonic()
-        launchers = {nodes.launcher_pid(node) for node in range(NODES)}  # they wait for one that is stopped
+        # they wait for one that is stopped
+        launchers = {nodes.launcher_pid(node) for node in range(NODES)}
         ended = wait_until(lambda: not set(all_pids(nodes)) - launchers - {pid}, LIMIT_S)
         seconds = time.monotonic() - start
         with suppress(ProcessLookupError):
@@ -140,7 +148,9 @@ def all_pids(nodes: Nodes) -> list[int]:
 
 def left(nodes: Nodes) -> list[str]:
     """Processes and files that the run left."""
-    files = [path.name for node in range(NODES) for path in nodes.tmpdir(node).glob("trl_multinode_*")]
+    files = [
+        path.name for node in range(NODES) for path in nodes.tmpdir(node).glob("trl_multinode_*")
+    ]
     return [f"left: {thing}" for thing in [*all_pids(nodes), *files]]
 
 
@@ -150,18 +160,32 @@ def wrong_end(nodes: Nodes, fault: Fault) -> list[str]:
     logs = [nodes.rank_log(rank) for rank in range(NODES * RANKS)]
     if "pre-empted: " in logs[0]:  # by a signal to a rank, or to a launcher, which passes it on
         received = "".join(re.findall(r"node \d+, rank \d+: received SIG.*", "".join(logs)))
-        named = f"node {fault.node}, rank {fault.rank}: " if fault.kind == "rank" else f"node {fault.node}, "
+        named = (
+            f"node {fault.node}, rank {fault.rank}: "
+            if fault.kind == "rank"
+            else f"node {fault.node}, "
+        )
         return why if named in received else [*why, f"{fault.process} is not named: {received}"]
-    survivors = [rank for rank in range(NODES * RANKS) if fault.kind != "rank" or rank != fault.rank]
+    survivors = [
+        rank for rank in range(NODES * RANKS) if fault.kind != "rank" or rank != fault.rank
+    ]
     lines = {(logs[rank].splitlines() or [""])[-1] for rank in survivors}
     if len(lines) != 1:
         return [*why, f"different lines: {lines}"]
     (line,) = lines
-    return why if any(word in line for word in fault.words) else [*why, f"{fault.process} is not named: {line}"]
+    return (
+        why
+        if any(word in line for word in fault.words)
+        else [*why, f"{fault.process} is not named: {line}"]
+    )
 
 
 def without_checkpoint(folder: Path, saved: int) -> list[str]:
-    return [] if not saved or whole_checkpoints(folder) else ["no whole checkpoint, although one was saved"]
+    return (
+        []
+        if not saved or whole_checkpoints(folder)
+        else ["no whole checkpoint, although one was saved"]
+    )
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:

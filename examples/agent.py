@@ -59,12 +59,17 @@ class TreasureHunt:
         return 0.25 * len(self._opened.intersection(self._path[:2]))
 
 
-def right_box(completions: list[list[dict]], path: list[list[str]], log_metric: Any, **_: Any) -> list[float]:
+def right_box(
+    completions: list[list[dict]], path: list[list[str]], log_metric: Any, **_: Any
+) -> list[float]:
     """Return a half for each completion that ends with an answer in which only the right box is named."""
-    called = [any(message["role"] == "tool" for message in completion) for completion in completions]
+    called = [
+        any(message["role"] == "tool" for message in completion) for completion in completions
+    ]
     log_metric("hunt/called_a_tool", sum(called) / len(called))
     last = [completion[-1] for completion in completions]
-    answers = [message["content"] if message["role"] == "assistant" else "" for message in last]  # not a tool's
+    # not a tool's
+    answers = [message["content"] if message["role"] == "assistant" else "" for message in last]
     named = [set(re.findall(r"\w+", answer.lower())) & set(COLORS) for answer in answers]
     return [0.5 * (colors == {boxes[-1]}) for colors, boxes in zip(named, path, strict=True)]
 

@@ -18,7 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements" / "cpu.txt"
 TORCH = "2.13.0+cpu"
 LOOK_LIMIT_S = 60  # alone 2 s; beside the tests it once took more than 10
-UV_VARIABLES = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS"}
+UV_VARIABLES = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+}
 COST = "about 1 GB of downloads, 4 GB on disk, 1 to 4 minutes"
 CURE = """\
 pip cannot see the CPU build of torch ({torch}), so it would install one with several GB of CUDA libraries.
@@ -51,9 +55,21 @@ def install(venv: Path) -> None:
     run(sys.executable, "-m", "venv", "--clear", str(venv))
     python = str(venv / "bin" / "python")
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as uv_only:
-        uv_only.write(next(line for line in LOCK.read_text().splitlines() if line.startswith("uv==")))
+        uv_only.write(
+            next(line for line in LOCK.read_text().splitlines() if line.startswith("uv=="))
+        )
         uv_only.flush()
-        run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes", "-r", uv_only.name)
+        run(
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--require-hashes",
+            "-r",
+            uv_only.name,
+        )
     uv = [str(venv / "bin" / "uv"), "pip", "install", "--quiet", "--python", python, "--no-deps"]
     run(*uv, "--require-hashes", "-r", str(LOCK), env=index_settings())
     run(*uv, "--no-build-isolation", "-e", str(ROOT), env=index_settings())
@@ -71,7 +87,11 @@ def index_settings() -> dict[str, str]:
     for option, variable in UV_VARIABLES.items():
         words = values.get(option, "").replace("\\n", " ").split()
         # A folder that is configured and does not exist is ignored by pip and an error for uv
-        usable = [word for word in words if "://" in word and not word.startswith("file:") or usable_folder(word)]
+        usable = [
+            word
+            for word in words
+            if "://" in word and not word.startswith("file:") or usable_folder(word)
+        ]
         if usable:
             variables[variable] = ("," if variable == "UV_FIND_LINKS" else " ").join(usable)
     # As pip, which looks for a version in all indexes; the hashes of the lock keep what another index may offer out
@@ -98,10 +118,16 @@ def warm_up(venv: Path) -> None:
 def check_system() -> None:
     """One sentence at once, rather than a compiler's error in five minutes."""
     found = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
-    if platform.system() != "Linux" or platform.machine() != "x86_64" or sys.version_info[:2] != (3, 11):
+    if (
+        platform.system() != "Linux"
+        or platform.machine() != "x86_64"
+        or sys.version_info[:2] != (3, 11)
+    ):
         sys.exit(f"The CPU stack is locked for Linux x86_64 and Python 3.11; this is {found}.")
     if shutil.which("g++") is None:
-        sys.exit("A C++ compiler is missing (DeepSpeed compiles on a CPU): install g++, on Debian `apt install g++`.")
+        sys.exit(
+            "A C++ compiler is missing (DeepSpeed compiles on a CPU): install g++, on Debian `apt install g++`."
+        )
 
 
 def check_torch() -> None:
@@ -109,7 +135,9 @@ def check_torch() -> None:
     try:
         seen = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_LIMIT_S).stdout
     except subprocess.TimeoutExpired:
-        sys.exit(f"pip found no package index within {LOOK_LIMIT_S} s: check the network, or PIP_INDEX_URL.")
+        sys.exit(
+            f"pip found no package index within {LOOK_LIMIT_S} s: check the network, or PIP_INDEX_URL."
+        )
     if TORCH not in seen.replace(",", " ").split():
         sys.exit(CURE.format(torch=TORCH))
 
@@ -124,7 +152,9 @@ def build_environment(venv: Path) -> dict[str, str]:
 def run(*command: str, env: dict[str, str] | None = None) -> None:
     done = subprocess.run(command, env=env, timeout=3600)
     if done.returncode != 0:
-        sys.exit(f"`{' '.join(command)}` failed with code {done.returncode}; its own message is above.")
+        sys.exit(
+            f"`{' '.join(command)}` failed with code {done.returncode}; its own message is above."
+        )
 
 
 if __name__ == "__main__":

@@ -34,8 +34,19 @@ def resolve(requirements: Path, *options: str) -> list[dict]:
     """Ask pip what it would install, without installing it."""
     with tempfile.TemporaryDirectory() as tmp:
         report = Path(tmp) / "report.json"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", *options]
-        subprocess.run([*command, "--report", str(report), "-r", str(requirements)], check=True, timeout=900)
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--dry-run",
+            "--ignore-installed",
+            *options,
+        ]
+        subprocess.run(
+            [*command, "--report", str(report), "-r", str(requirements)], check=True, timeout=900
+        )
         return json.loads(report.read_text())["install"]
 
 
@@ -57,7 +68,16 @@ def hashes(pins: list[str]) -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory() as tmp:
         wanted, found = Path(tmp) / "pins.in", Path(tmp) / "pylock.toml"
         wanted.write_text("\n".join(pins))
-        command = ["uv", "pip", "compile", "--quiet", "--no-deps", "--generate-hashes", "--format", "pylock.toml"]
+        command = [
+            "uv",
+            "pip",
+            "compile",
+            "--quiet",
+            "--no-deps",
+            "--generate-hashes",
+            "--format",
+            "pylock.toml",
+        ]
         subprocess.run(
             [*command, "--python", sys.executable, "-o", str(found), str(wanted)],
             env=index_settings(),
@@ -69,7 +89,9 @@ def hashes(pins: list[str]) -> dict[str, list[str]]:
     for package in packages:
         wheels = [wheel for wheel in package.get("wheels", []) if wheel_tags(wheel) & fitting]
         files = wheels or [package["sdist"]]  # a few packages have no wheel, or none that fits
-        result[f"{package['name']}=={package['version']}"] = sorted(file["hashes"]["sha256"] for file in files)
+        result[f"{package['name']}=={package['version']}"] = sorted(
+            file["hashes"]["sha256"] for file in files
+        )
     return result
 
 
@@ -83,9 +105,12 @@ def main() -> None:
     pins = {pinned(item): hash_of(item) for item in resolve(HERE / f"{name}.in", *options)}
     kept = sorted(pin for pin in pins if pin.split("==")[0] not in LEFT_OUT)
     fitting = hashes(kept)
-    lines = [line(pin, {pins[pin], *fitting[pin]}) for pin in kept]  # pip may have chosen a file of another index
+    # pip may have chosen a file of another index
+    lines = [line(pin, {pins[pin], *fitting[pin]}) for pin in kept]
     (HERE / f"{name}.txt").write_text(HEADER.format(name=name) + "\n".join(lines) + "\n")
-    print(f"{len(kept)} packages locked, {len(pins) - len(kept)} left out ({', '.join(sorted(LEFT_OUT))})")
+    print(
+        f"{len(kept)} packages locked, {len(pins) - len(kept)} left out ({', '.join(sorted(LEFT_OUT))})"
+    )
 
 
 if __name__ == "__main__":

@@ -97,7 +97,9 @@ def ends() -> list[tuple[str, str]]:
 
 def locked(name: str) -> str:
     """The version in requirements/cpu.txt."""
-    (found,) = re.findall(rf"^{name}==(\S+)", (ROOT / "requirements" / "cpu.txt").read_text(), re.MULTILINE)
+    (found,) = re.findall(
+        rf"^{name}==(\S+)", (ROOT / "requirements" / "cpu.txt").read_text(), re.MULTILINE
+    )
     return found
 
 
@@ -116,7 +118,9 @@ def available(name: str) -> list[Version]:
 def install(name: str, wanted: str, folder: Path) -> list[str]:
     """Put a version into `folder`, and what it declares that the lock does not satisfy; returns the latter."""
     pip(folder, "--no-deps", f"{name}=={wanted}")
-    (package,) = (found for found in distributions(path=[str(folder)]) if normal(found.name) == name)
+    (package,) = (
+        found for found in distributions(path=[str(folder)]) if normal(found.name) == name
+    )
     lines = map(Requirement, package.requires or [])
     others = [f"{line.name}{line.specifier}" for line in lines if not satisfied(line)]
     if plain := [other for other in others if not other.startswith("torch==")]:
@@ -136,13 +140,24 @@ def install_torch(wanted: str, folder: Path) -> None:
 
 
 def pip(folder: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--target",
+        str(folder),
+        *arguments,
+    ]
     subprocess.run(command, check=True, timeout=INSTALL_LIMIT_S)
 
 
 def satisfied(line: Requirement) -> bool:
     """Also if it is for another platform or an extra, or one of those that are left out on purpose."""
-    if line.name in LEFT_OUT or (line.marker is not None and not line.marker.evaluate({"extra": ""})):
+    if line.name in LEFT_OUT or (
+        line.marker is not None and not line.marker.evaluate({"extra": ""})
+    ):
         return True
     try:
         return line.specifier.contains(version(line.name), prereleases=True)
@@ -164,7 +179,12 @@ def imported_from(module: str, folder: Path) -> str:
     code = f"import {module}; print({module}.__file__, {module}.__version__)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(
-        command, env=environment(folder), cwd=folder, capture_output=True, text=True, timeout=IMPORT_LIMIT_S
+        command,
+        env=environment(folder),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=IMPORT_LIMIT_S,
     )
     if done.returncode != 0:
         raise RuntimeError(f"`import {module}` fails: {done.stderr.strip().splitlines()[-1]}")
@@ -175,12 +195,26 @@ def test(package: str, folder: Path) -> dict:
     """Run the tests of a package on what is in `folder`; counts are read from pytest's result file."""
     result = folder / "result.xml"
     files = [f"tests/{name}" for name in TESTS[package]]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={result}", *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={result}",
+        *files,
+    ]
     command += ["-m", MARKS[package]]
     command.append(f"--basetemp={folder / 'pytest'}")
     with open(folder / "pytest.log", "wb") as log:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment(folder), stdout=log, stderr=subprocess.STDOUT, timeout=TEST_LIMIT_S
+            command,
+            cwd=ROOT,
+            env=environment(folder),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            timeout=TEST_LIMIT_S,
         )
     if not result.exists():
         raise RuntimeError(f"pytest ended with code {done.returncode} and no result")
@@ -192,7 +226,12 @@ def test(package: str, folder: Path) -> dict:
 
 def failures(suite: ElementTree.Element) -> str:
     """Which tests failed, without their parameters, and how the first one did."""
-    bad = [(case, mark) for case in suite.iter("testcase") for mark in case if mark.tag in ("failure", "error")]
+    bad = [
+        (case, mark)
+        for case in suite.iter("testcase")
+        for mark in case
+        if mark.tag in ("failure", "error")
+    ]
     names = list(dict.fromkeys(str(case.get("name")).split("[")[0] for case, _ in bad))
     how = [str(mark.get("message")).strip().splitlines()[0][:200] for _, mark in bad[:1]]
     return "; ".join([*how, *(f"`{name}`" for name in names[:3])])
@@ -201,7 +240,14 @@ def failures(suite: ElementTree.Element) -> str:
 def run(name: str, wanted: str, folder: Path) -> dict:
     """One row of the table, whatever happens."""
     start = time.monotonic()
-    row = {"package": name, "version": wanted, "beside": beside(name), "passed": 0, "failed": 0, "also": []}
+    row = {
+        "package": name,
+        "version": wanted,
+        "beside": beside(name),
+        "passed": 0,
+        "failed": 0,
+        "also": [],
+    }
     try:
         row["also"] = install(name, wanted, folder)
         found = imported_from(MODULES[name], folder)
@@ -211,8 +257,15 @@ def run(name: str, wanted: str, folder: Path) -> dict:
         row |= outcome | {"result": "passed" if outcome["code"] == 0 else "FAILED"}
     except (RuntimeError, subprocess.SubprocessError) as error:
         row |= {"result": "not run", "why": str(error)[:300]}
-    print((folder / "pytest.log").read_text()[-3000:] if (folder / "pytest.log").exists() else row.get("why"))
-    return row | {"seconds": round(time.monotonic() - start), "date": datetime.date.today().isoformat()}
+    print(
+        (folder / "pytest.log").read_text()[-3000:]
+        if (folder / "pytest.log").exists()
+        else row.get("why")
+    )
+    return row | {
+        "seconds": round(time.monotonic() - start),
+        "date": datetime.date.today().isoformat(),
+    }
 
 
 def beside(name: str) -> str:
@@ -231,7 +284,9 @@ def page(rows: list[dict]) -> str:
         f"{row['failed']} | {row['seconds']} | {row['date']} | {remark(row)} |"
         for row in rows
     ]
-    tests = {f"{name}_tests": ", ".join(f"`{test}`" for test in TESTS[RANGED[name]]) for name in RANGED}
+    tests = {
+        f"{name}_tests": ", ".join(f"`{test}`" for test in TESTS[RANGED[name]]) for name in RANGED
+    }
     said = ", ".join(f"`{name}{text}`" for name, text in ranges.items())
     kept = ", ".join(f"{name} {locked(name)}" for name in RANGED.values())
     return TEMPLATE.format(**tests, ranges=said, locked=kept, rows="\n".join(lines))
@@ -252,7 +307,9 @@ def keep(rows: list[dict]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("versions", nargs="*", metavar="NAME==VERSION")
     chosen = [tuple(text.split("==")) for text in parser.parse_args().versions] or ends()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that pip or pytest end too
@@ -263,7 +320,9 @@ def main() -> int:
             rows.append(run(name, wanted, Path(folder)))
         keep(rows)
     for row in rows:
-        print(f"[versions] {row['package']} {row['version']}: {row['result']}, {row['passed']} passed, {remark(row)}")
+        print(
+            f"[versions] {row['package']} {row['version']}: {row['result']}, {row['passed']} passed, {remark(row)}"
+        )
     return 0 if all(row["result"] == "passed" for row in rows) else 1
 
 

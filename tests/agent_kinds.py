@@ -94,12 +94,19 @@ def two_turns(prompts, trainer) -> dict:
     ids = template(prompts, add_generation_prompt=True, tokenize=True, return_dict=False)
     words = trainer.processing_class(text=" then")["input_ids"]
     generate = trainer.vllm_generation.generate
-    _, completions, logprobs, _ = generate(prompts=ids, images=None, num_generations=trainer.num_generations)
-    completions, logprobs = [list(c) for c in completions], [[top[0] for top in row] for row in logprobs]
+    _, completions, logprobs, _ = generate(
+        prompts=ids, images=None, num_generations=trainer.num_generations
+    )
+    completions, logprobs = (
+        [list(c) for c in completions],
+        [[top[0] for top in row] for row in logprobs],
+    )
     masks, turns = [[1] * len(c) for c in completions], [1] * len(ids)
     second = range(0, len(ids), 2)
     _, more, their_logprobs, _ = generate(
-        prompts=[ids[row] + completions[row] + words for row in second], images=None, num_generations=1
+        prompts=[ids[row] + completions[row] + words for row in second],
+        images=None,
+        num_generations=1,
     )
     for row, new, tops in zip(second, more, their_logprobs, strict=True):
         completions[row] += words + list(new)
@@ -132,7 +139,9 @@ KINDS = {
 }  # fmt: skip
 
 
-def trained(folder: Path, kind: Kind, reward=None, rows: int = 12, speaker: Speaker = SPEAKER, **settings):
+def trained(
+    folder: Path, kind: Kind, reward=None, rows: int = 12, speaker: Speaker = SPEAKER, **settings
+):
     """A trainer that has trained, and the reward function that it called."""
     reward = reward or Seen(*kind.seen)
     columns = {name: (values * rows)[:rows] for name, values in kind.columns.items()}
@@ -149,7 +158,11 @@ def trained(folder: Path, kind: Kind, reward=None, rows: int = 12, speaker: Spea
 
 def threads_of_groups() -> list[str]:
     """Names of the threads that make rollouts at this moment."""
-    return [one.name for one in threading.enumerate() if one.name.startswith(("rollouts", "open-groups"))]
+    return [
+        one.name
+        for one in threading.enumerate()
+        if one.name.startswith(("rollouts", "open-groups"))
+    ]
 
 
 def wait_for_the_end_of_groups() -> None:

@@ -64,13 +64,17 @@ def agent_tokenizer():
     tokenizer.add_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", END)])
     tokenizer.add_tokens([AddedToken(text) for text in SYSTEM])
     tokenizer.eos_token = END
-    tokenizer.chat_template = resources.files("trl").joinpath("chat_templates/qwen2_5.jinja").read_text()
+    tokenizer.chat_template = (
+        resources.files("trl").joinpath("chat_templates/qwen2_5.jinja").read_text()
+    )
     return tokenizer
 
 
 def agent_model(seed: int = 0):
     model = tiny_qwen2(VOCABULARY, tied=False, seed=seed)
-    model.config.eos_token_id = model.generation_config.eos_token_id = agent_tokenizer().convert_tokens_to_ids(END)
+    model.config.eos_token_id = model.generation_config.eos_token_id = (
+        agent_tokenizer().convert_tokens_to_ids(END)
+    )
     return model
 
 
@@ -149,7 +153,10 @@ class ScriptedEngine:
 
     def completions(self, request: Request, max_tokens: int) -> list[Rollout]:
         """Return all completions of a request."""
-        return [self.complete(request, request.seed + row, max_tokens) for row in range(request.num_completions)]
+        return [
+            self.complete(request, request.seed + row, max_tokens)
+            for row in range(request.num_completions)
+        ]
 
     def complete(self, request: Request, seed: int, max_tokens: int) -> Rollout:
         """Return one completion of a request."""
@@ -174,7 +181,9 @@ class ScriptedEngine:
     def row_of(self, tokens: list[int]) -> Rollout:
         ids = torch.tensor([tokens])
         scores = self._model(ids).logits[0, :-1].float().log_softmax(-1)
-        return Rollout(ids[0, 1:].numpy(), scores.gather(1, ids[0, 1:, None])[:, 0].numpy(), self.version, 0)
+        return Rollout(
+            ids[0, 1:].numpy(), scores.gather(1, ids[0, 1:, None])[:, 0].numpy(), self.version, 0
+        )
 
     def scored(self, request_id: Rollout) -> Rollout:
         return request_id
@@ -205,7 +214,9 @@ class ScriptedStream:
     def add(self, requests) -> None:
         with self._changed:
             self.num_added += sum(request.num_completions for request in requests)
-            self._waiting.extend((time.monotonic() + self._engine.turn_s, request) for request in requests)
+            self._waiting.extend(
+                (time.monotonic() + self._engine.turn_s, request) for request in requests
+            )
             self._changed.notify_all()
 
     def poll(self, timeout_s: float = 0.05):
@@ -215,7 +226,9 @@ class ScriptedStream:
             self._waiting = deque(one for one in self._waiting if one[1] not in ready)
         if not ready:
             time.sleep(0.005)
-        found = [(request, self._engine.completions(request, self._max_tokens)) for request in ready]
+        found = [
+            (request, self._engine.completions(request, self._max_tokens)) for request in ready
+        ]
         self.turns += [(request, row) for request, rows in found for row in rows]
         self.num_ended += sum(len(rows) for _, rows in found)
         return found
@@ -231,7 +244,9 @@ class ScriptedStream:
 
 @contextmanager
 def engines_here(
-    speak: Callable[[str, int], str], turn_s: float = 0.0, kind: type[ScriptedEngine] = ScriptedEngine
+    speak: Callable[[str, int], str],
+    turn_s: float = 0.0,
+    kind: type[ScriptedEngine] = ScriptedEngine,
 ) -> Iterator[None]:
     """Let trainers that are built inside have a [`ScriptedEngine`] of this process."""
 
@@ -278,15 +293,28 @@ class Seen:
     def __call__(self, prompts, completions, completion_ids, environments=None, **columns):
         extra = {name: list(columns[name]) for name in self._columns}
         self.rounds.append(
-            {"prompts": deepcopy(prompts), "completions": deepcopy(completions), "ids": deepcopy(completion_ids)}
+            {
+                "prompts": deepcopy(prompts),
+                "completions": deepcopy(completions),
+                "ids": deepcopy(completion_ids),
+            }
             | extra
         )
         return [float(sum(ids) % 11) for ids in completion_ids]
 
 
-def build(kind: type, folder: Path, reward, dataset: Dataset | None = None, keywords: dict | None = None, **settings):
+def build(
+    kind: type,
+    folder: Path,
+    reward,
+    dataset: Dataset | None = None,
+    keywords: dict | None = None,
+    **settings,
+):
     """A trainer on the tiny agent. `trainer.gradients` has the gradient of every step."""
-    config = trl_multinode.GRPOConfig if issubclass(kind, trl_multinode.GRPOTrainer) else trl.GRPOConfig
+    config = (
+        trl_multinode.GRPOConfig if issubclass(kind, trl_multinode.GRPOTrainer) else trl.GRPOConfig
+    )
     gradients = Gradients()
     trainer = kind(
         agent_model(), reward, config(output_dir=str(folder), **(SETTINGS | settings)),
@@ -297,9 +325,18 @@ def build(kind: type, folder: Path, reward, dataset: Dataset | None = None, keyw
     return trainer
 
 
-def ours(folder: Path, reward, dataset: Dataset | None = None, keywords: dict | None = None, **settings):
+def ours(
+    folder: Path, reward, dataset: Dataset | None = None, keywords: dict | None = None, **settings
+):
     """Our trainer, inside of `engines_here`."""
-    return build(trl_multinode.GRPOTrainer, folder, reward, dataset, keywords, **({"rollout_seed": 5} | settings))
+    return build(
+        trl_multinode.GRPOTrainer,
+        folder,
+        reward,
+        dataset,
+        keywords,
+        **({"rollout_seed": 5} | settings),
+    )
 
 
 def keep_outputs(trainer) -> list[dict]:
@@ -319,4 +356,7 @@ def keep_outputs(trainer) -> list[dict]:
 def numbers(log: list[dict]) -> list[dict]:
     """What TRL logs and no clock made."""
     clocks = ("time", "runtime", "per_second", "flos", "vllm")
-    return [{key: value for key, value in entry.items() if not any(word in key for word in clocks)} for entry in log]
+    return [
+        {key: value for key, value in entry.items() if not any(word in key for word in clocks)}
+        for entry in log
+    ]

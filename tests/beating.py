@@ -35,7 +35,9 @@ class Rank:
     log: list[str] = field(default_factory=list)
 
 
-def enter(rank: int, port: int, limits: Limits = LIMITS, synced: bool = True, store_s: float = STORE_S) -> Rank:
+def enter(
+    rank: int, port: int, limits: Limits = LIMITS, synced: bool = True, store_s: float = STORE_S
+) -> Rank:
     """Start watch and heartbeats, as `NodeHost` does. A rank of node 1 may come through a link's port."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     phases = Phases()
@@ -89,7 +91,8 @@ class Link:
 
     def close(self) -> None:
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends the `accept` that would keep the port open
+            # ends the `accept` that would keep the port open
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.heal()
         self.reset()
@@ -135,7 +138,10 @@ class BeatReader:
             for _ in range(num_beats):
                 seen = self._beat(key)
                 until(lambda key=key, seen=seen: self._beat(key) != seen, f"a new {key}")
-            until(lambda key=key: self._do_all(key, doing), lambda key=key: f"all in {doing}: {self._beat(key)}")
+            until(
+                lambda key=key: self._do_all(key, doing),
+                lambda key=key: f"all in {doing}: {self._beat(key)}",
+            )
 
     def _beat(self, key: str) -> str:
         return self._client.get(key).decode() if self._client.check([key]) else ""

@@ -46,21 +46,32 @@ ROLLOUT_THREADS = ("open-groups", "rollouts")
 
 def our_threads() -> set[threading.Thread]:
     """Return the live threads that must end with their trainer, its engines, or its open groups."""
-    return {thread for thread in threading.enumerate() if thread.name.startswith(RUN_THREADS + ROLLOUT_THREADS)}
+    return {
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith(RUN_THREADS + ROLLOUT_THREADS)
+    }
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption("--part", metavar="K/N", help="only part K (from 0) of N parts of the files, of equal cost")
+    parser.addoption(
+        "--part", metavar="K/N", help="only part K (from 0) of N parts of the files, of equal cost"
+    )
     parser.addoption("--record-budgets", action="store_true", help="write tests/budgets.json")
 
 
 def pytest_configure(config):
-    distributes = bool(getattr(config.option, "numprocesses", None)) and "PYTEST_XDIST_WORKER" not in os.environ
+    distributes = (
+        bool(getattr(config.option, "numprocesses", None))
+        and "PYTEST_XDIST_WORKER" not in os.environ
+    )
     if not distributes:
         make_shared_memory_private()
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's background job; tests send Ctrl-C
+    # of a shell's background job; tests send Ctrl-C
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)  # forked ranks would wait for the threads of an OpenMP pool, which a fork does not have
+    # forked ranks would wait for the threads of an OpenMP pool, which a fork does not have
+    torch.set_num_threads(1)
     config.pluginmanager.register(FileCosts(config.getoption("--record-budgets")))
 
 
@@ -126,7 +137,9 @@ def what_stays(left: Callable[[], set]) -> set:
 
 def processes_of_tests() -> set[tuple[int, str]]:
     """Return id and title of this process's descendants. The templates live as long as the session."""
-    children = [p for p in descendants() if p.pid not in template_pids() and not is_resource_tracker(p)]
+    children = [
+        p for p in descendants() if p.pid not in template_pids() and not is_resource_tracker(p)
+    ]
     return {(p.pid, title) for p in children if (title := title_of(p))}
 
 
@@ -136,7 +149,9 @@ def handles_signals_as_before():
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
-    changed = {number.name for number, handler in before.items() if signal.getsignal(number) != handler}
+    changed = {
+        number.name for number, handler in before.items() if signal.getsignal(number) != handler
+    }
     for number, handler in before.items():
         signal.signal(number, handler)
     assert not changed, f"handlers of {changed} changed"
@@ -148,15 +163,20 @@ def leaves_nothing_behind():
     files, environment, threads = unused_segments(), dict(os.environ), our_threads()
     yield
     left = what_stays(lambda: our_threads() - threads)
-    assert not left, f"threads left, which later tests in this process would count as theirs: {left}"
+    assert not left, (
+        f"threads left, which later tests in this process would count as theirs: {left}"
+    )
     left = what_stays(processes_of_tests)
     assert not left, f"processes left: {left}"
     left = what_stays(lambda: unused_segments() - files)
     assert not left, f"shared memory left: {left}"
-    changed = {k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)}
-    assert not (changed - {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}), (
-        f"environment changed: {changed}"
-    )
+    changed = {
+        k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)
+    }
+    assert not (
+        changed
+        - {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
+    ), f"environment changed: {changed}"
 
 
 @pytest.fixture

@@ -91,7 +91,9 @@ class FileCosts:
 
     def pytest_sessionfinish(self, session) -> None:
         if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput["costs"] = {file: dict(costs) for file, costs in self._files.items()}
+            session.config.workeroutput["costs"] = {
+                file: dict(costs) for file, costs in self._files.items()
+            }
         elif self._record:
             write_budgets(self._files)
         elif BUDGETS.exists() and (counted := over_budget(self._files, COUNTS, 1.0)):
@@ -109,7 +111,9 @@ class FileCosts:
         terminalreporter.section("slowest files")
         for file, costs in slowest:
             counts = ", ".join(f"{costs[name]:.0f} {name}" for name in COUNTS if costs[name])
-            terminalreporter.line(f"{costs['cpu_s']:7.1f} CPU s {costs['wall_s']:7.1f} s  {file}  {counts}")
+            terminalreporter.line(
+                f"{costs['cpu_s']:7.1f} CPU s {costs['wall_s']:7.1f} s  {file}  {counts}"
+            )
         for line in over_budget(self._files, ("cpu_s",), MACHINE_FACTOR):
             terminalreporter.line(f"OVER BUDGET {line}")
 
@@ -164,10 +168,16 @@ def write_budgets(files: dict[str, Costs]) -> None:
 
     A run may execute only a part of a file, so a budget becomes smaller only if its line is removed before.
     """
-    kept = {file: budget for file, budget in budgets().items() if (TESTS / file.removesuffix(NIGHTLY)).exists()}
+    kept = {
+        file: budget
+        for file, budget in budgets().items()
+        if (TESTS / file.removesuffix(NIGHTLY)).exists()
+    }
     for file, costs in files.items():
         budget = kept.get(file, {})
-        spent = {"cpu_s": round(costs["cpu_s"])} | {name: int(costs.get(name, 0)) for name in COUNTS}
+        spent = {"cpu_s": round(costs["cpu_s"])} | {
+            name: int(costs.get(name, 0)) for name in COUNTS
+        }
         raised = {name: max(value, budget.get(name, 0)) for name, value in spent.items()}
         counts = {name: value for name, value in raised.items() if name in COUNTS and value}
         if counts or raised["cpu_s"] > FREE_CPU_S:

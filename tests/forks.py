@@ -50,7 +50,8 @@ class Rank:
         """Wait until the rank has printed `text`; fail at once if it ends without it."""
 
         def printed_or_ended() -> bool:
-            alive = self.process.is_alive()  # asked before the log is read, which would otherwise miss a last line
+            # asked before the log is read, which would otherwise miss a last line
+            alive = self.process.is_alive()
             return text in self.text or not alive
 
         until(printed_or_ended, lambda: f"rank prints {text!r}:\n{self.text}")
@@ -79,14 +80,19 @@ def forked(body: Callable[[int], Any], count: int, folder: Path) -> Iterator[lis
 
 
 def on_gloo_ranks(
-    body: Callable[[int], Any], count: int, folder: Path, before: Callable[[], object] = lambda: None
+    body: Callable[[int], Any],
+    count: int,
+    folder: Path,
+    before: Callable[[], object] = lambda: None,
 ) -> list[Any]:
     """Return the results of `body(rank)` on all ranks of a gloo world. Each rank calls `before` before gloo starts its
     threads."""
 
     def joined(rank: int) -> Any:
         before()
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count
+        )
         dist.barrier()  # a rank that leaves while another still connects would make that one fail
         try:
             return body(rank)

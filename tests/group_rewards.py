@@ -21,7 +21,10 @@ def letters(completions, log_extra=None, log_metric=None, **_):
 
 
 def by_step(answer, completion_ids, trainer_state, **_):
-    return [value * trainer_state.global_step + len(ids) for value, ids in zip(answer, completion_ids, strict=True)]
+    return [
+        value * trainer_state.global_step + len(ids)
+        for value, ids in zip(answer, completion_ids, strict=True)
+    ]
 
 
 def by_factor(completions, factor, **_):
@@ -39,7 +42,10 @@ def slow_letters(completions, **_):
 async def judged(prompts, completions, answer, log_extra, **_):
     await asyncio.sleep(0.001)
     log_extra("verdict", [prompt + text for prompt, text in zip(prompts, completions, strict=True)])
-    return [None if len(text) % 3 == 0 else value for text, value in zip(completions, answer, strict=True)]
+    return [
+        None if len(text) % 3 == 0 else value
+        for text, value in zip(completions, answer, strict=True)
+    ]
 
 
 def no_log(completion_ids, **_):
@@ -78,8 +84,15 @@ def surroundings(completions, **_):
     """A reward for everything that a process has, and has not."""
     print("a line on standard output")
     print("a line on standard error", file=sys.stderr)
-    told = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
-    as_expected = told == [None] * 4 and os.environ["CUDA_VISIBLE_DEVICES"] == "" and os.environ["A_JUDGES_KEY"] == "k"
+    told = [
+        os.environ.get(name)
+        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    ]
+    as_expected = (
+        told == [None] * 4
+        and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        and os.environ["A_JUDGES_KEY"] == "k"
+    )
     return [float(as_expected and sys.stdin.read() == "")] * len(completions)
 
 

@@ -20,7 +20,10 @@ def facts(process: psutil.Process) -> dict:
     return {
         "title": " ".join(" ".join(process.cmdline()).split()),
         "listeners": listeners(process.pid),
-        "environment": Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace").split("\0"),
+        "environment": Path(f"/proc/{process.pid}/environ")
+        .read_bytes()
+        .decode(errors="replace")
+        .split("\0"),
     }
 
 

@@ -30,4 +30,6 @@ def listeners(pid: int) -> list[str]:
 def address(raw: bytes, size: int) -> str:
     """The kernel prints words of 4 bytes in the order of the machine."""
     words = struct.unpack(f"={size // 4}I", raw)
-    return socket.inet_ntop(socket.AF_INET6 if size == 16 else socket.AF_INET, struct.pack(f">{size // 4}I", *words))
+    return socket.inet_ntop(
+        socket.AF_INET6 if size == 16 else socket.AF_INET, struct.pack(f">{size // 4}I", *words)
+    )

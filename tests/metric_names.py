@@ -29,4 +29,6 @@ def general(name: str) -> str:
 
 def mine(names: Iterable[str]) -> set[str]:
     """The names of this library among those that a run has logged."""
-    return {name for name in map(general, names) if name.split("/")[0] in PREFIXES or name in AMONG_TRLS}
+    return {
+        name for name in map(general, names) if name.split("/")[0] in PREFIXES or name in AMONG_TRLS
+    }

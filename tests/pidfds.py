@@ -11,7 +11,12 @@ ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 
 
 class Instruction(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint)]
+    _fields_ = [
+        ("code", ctypes.c_ushort),
+        ("jt", ctypes.c_ubyte),
+        ("jf", ctypes.c_ubyte),
+        ("k", ctypes.c_uint),
+    ]
 
 
 class Program(ctypes.Structure):
@@ -27,9 +32,13 @@ def forbid_pidfds() -> None:
         (RETURN, 0, 0, REFUSE),
         (RETURN, 0, 0, ALLOW),
     ]
-    program = Program(len(steps), (Instruction * len(steps))(*(Instruction(*step) for step in steps)))
+    program = Program(
+        len(steps), (Instruction * len(steps))(*(Instruction(*step) for step in steps))
+    )
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.prctl(SET_SECCOMP, FILTER, ctypes.byref(program), 0, 0):
+    if libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.prctl(
+        SET_SECCOMP, FILTER, ctypes.byref(program), 0, 0
+    ):
         raise OSError(ctypes.get_errno(), "this kernel has no seccomp filters")
     try:
         os.close(os.pidfd_open(os.getpid()))

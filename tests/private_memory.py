@@ -12,7 +12,8 @@ from trl_multinode.wire.supervisor import descendants
 
 SHARED_MEMORY = Path("/dev/shm")
 CLONE_NEWNS = 0x20000
-SEGMENT = re.compile(r"psm_|vllm_|trl_multinode_|.*-cpushm_")  # names that vLLM, DeepSpeed and this library give
+# names that vLLM, DeepSpeed and this library give
+SEGMENT = re.compile(r"psm_|vllm_|trl_multinode_|.*-cpushm_")
 MAPPED = re.compile(rf"{SHARED_MEMORY}/(\S+)")
 
 # Names that processes of this worker had mapped after a test; used only where /dev/shm cannot be private
@@ -26,7 +27,10 @@ def make_shared_memory_private() -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() == 0 and libc.unshare(CLONE_NEWNS) == 0:
         commands = ["mount --make-rprivate /", f"mount -t tmpfs -o size=50% tmpfs {SHARED_MEMORY}"]
-        _private = all(subprocess.run(command.split(), capture_output=True).returncode == 0 for command in commands)
+        _private = all(
+            subprocess.run(command.split(), capture_output=True).returncode == 0
+            for command in commands
+        )
     return _private
 
 

@@ -10,7 +10,9 @@ from trl_multinode.errors import ConfigurationError
 
 
 @contextmanager
-def refused(setting: str, cure: str = "", **fields: Any) -> Iterator[pytest.ExceptionInfo[ConfigurationError]]:
+def refused(
+    setting: str, cure: str = "", **fields: Any
+) -> Iterator[pytest.ExceptionInfo[ConfigurationError]]:
     """Expect a `ConfigurationError` about a setting, with these fields, and with `cure` in what it advises."""
     with pytest.raises(ConfigurationError) as caught:
         yield caught

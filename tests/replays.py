@@ -25,7 +25,9 @@ class Gradients(TrainerCallback):
         self.steps: list[torch.Tensor] = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **_):
-        self.steps.append(torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.requires_grad]))
+        self.steps.append(
+            torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.requires_grad])
+        )
 
 
 class ShortReplay(ReplayTrainer):
@@ -68,12 +70,23 @@ def make(
     dataset = Dataset.from_dict({"prompt": prompts})
     if model is None:
         model = tiny_qwen2(vocab_size=258, seed=1)
-        model.config._name_or_path = str(folder / "reference")  # from where TRL loads the reference model
+        # from where TRL loads the reference model
+        model.config._name_or_path = str(folder / "reference")
     args = GRPOConfig(**(defaults | settings))
     gradients = Gradients()
-    lora = LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if peft_config else None
+    lora = (
+        LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        if peft_config
+        else None
+    )
     trainer = kind(
-        model, reward, args, dataset, processing_class=tiny_tokenizer(), callbacks=[gradients], peft_config=lora
+        model,
+        reward,
+        args,
+        dataset,
+        processing_class=tiny_tokenizer(),
+        callbacks=[gradients],
+        peft_config=lora,
     )
     trainer.gradients, trainer.tool_tokens = gradients.steps, tool_tokens
     trainer.rollout_func = rollout_func  # here, because TRL's constructor requires vLLM with one
@@ -92,7 +105,8 @@ def on_ranks(body, count: int, folder: Path, ranks_per_node: int | None = None) 
     """What `body(rank)` returned on each rank of a gloo world that looks like a launch of one or more nodes."""
     port, per_node = free_port(), ranks_per_node or count
     # Other weights than the trained model's, or the KL term of a first step would be zero
-    tiny_qwen2(vocab_size=258, seed=0).save_pretrained(folder / "reference")  # here: the ranks would race
+    # here: the ranks would race
+    tiny_qwen2(vocab_size=258, seed=0).save_pretrained(folder / "reference")
 
     def launched(rank: int) -> Any:
         os.environ.update(

@@ -81,7 +81,9 @@ class Keeper(Backend):
 
 
 @contextmanager
-def serving(*backends: Backend, folder: Path, stall_timeout_s: float = 60.0) -> Iterator[NodeEngines]:
+def serving(
+    *backends: Backend, folder: Path, stall_timeout_s: float = 60.0
+) -> Iterator[NodeEngines]:
     """One rank's connections to an engine per backend."""
     folder.mkdir(exist_ok=True)
     sockets = [folder / f"engine{index}.sock" for index in range(len(backends))]
@@ -90,7 +92,8 @@ def serving(*backends: Backend, folder: Path, stall_timeout_s: float = 60.0) -> 
         thread = threading.Thread(target=_serve, args=(backend, socket, index), daemon=True)
         thread.start()
         threads.append(thread)
-        _wait_until_listening(socket)  # one after the other: a server changes the umask while it starts
+        # one after the other: a server changes the umask while it starts
+        _wait_until_listening(socket)
     engines = NodeEngines(sockets, 0, 0, folder / "load", stall_timeout_s, 8, folder)
     try:
         yield engines

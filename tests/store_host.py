@@ -36,7 +36,13 @@ class StoreHost:
     def _serve(send) -> None:
         from torch.distributed import TCPStore
 
-        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=HANG_S), wait_for_workers=False)
+        store = TCPStore(
+            "127.0.0.1",
+            0,
+            is_master=True,
+            timeout=timedelta(seconds=HANG_S),
+            wait_for_workers=False,
+        )
         send.send(store.port)
         time.sleep(HANG_S)  # a test that was killed leaves it behind for no longer
 

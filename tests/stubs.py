@@ -39,14 +39,18 @@ class StubEngines:
         return iter([self.client])
 
     def generate(self, requests, max_tokens, sampling, min_update):
-        call = SimpleNamespace(requests=requests, max_tokens=max_tokens, sampling=sampling, min_update=min_update)
+        call = SimpleNamespace(
+            requests=requests, max_tokens=max_tokens, sampling=sampling, min_update=min_update
+        )
         self.calls.append(call)
         version = self.version or WeightVersion(min_update, 0)
         return [[self._row(r, i, version) for i in range(r.num_completions)] for r in requests]
 
     @staticmethod
     def _row(request, index: int, version: WeightVersion) -> Rollout:
-        tokens = np.array([((request.seed or 0) + index) % 2**31, len(request.prompt)], dtype=np.int32)
+        tokens = np.array(
+            [((request.seed or 0) + index) % 2**31, len(request.prompt)], dtype=np.int32
+        )
         return Rollout(tokens, np.array([-0.5, np.nan], dtype=np.float32), version, 0)
 
 
@@ -99,8 +103,13 @@ def build(
     host.updates.ahead_engines = ahead_engines
     host.updates.engines.client = StubClient(truncated_logprobs)
     accelerator = SimpleNamespace(process_index=rank, wait_for_everyone=lambda: None)
-    return NodeGeneration(host=host, model=None, accelerator=accelerator, processing_class=None, **keywords)
+    return NodeGeneration(
+        host=host, model=None, accelerator=accelerator, processing_class=None, **keywords
+    )
 
 
 def asked(generation) -> list[tuple[list[int], int]]:
-    return [(request.prompt, request.num_completions) for request in generation.engines.calls[-1].requests]
+    return [
+        (request.prompt, request.num_completions)
+        for request in generation.engines.calls[-1].requests
+    ]

@@ -23,7 +23,8 @@ class MixedRows:
 
     prompts: list[list[int]]
     rows: list[Rollout]
-    models: dict[int, torch.nn.Module] = field(default_factory=dict)  # the trainer's model at each update
+    # the trainer's model at each update
+    models: dict[int, torch.nn.Module] = field(default_factory=dict)
 
     @property
     def mixed_share(self) -> float:
@@ -45,7 +46,9 @@ class MixedRows:
         for span in row.versions:
             known = 0 if cache is None else cache.get_seq_length()
             end = len(prompt) + span.end - 1  # the last token of a span is sampled, and not yet fed
-            output = self.models[span.update](ids[:, known:end], past_key_values=cache, use_cache=True)
+            output = self.models[span.update](
+                ids[:, known:end], past_key_values=cache, use_cache=True
+            )
             cache = None if recomputed else output.past_key_values
             parts.append(output.logits[0, len(prompt) + start - 1 - known :])
             start = span.end
@@ -56,12 +59,24 @@ class MixedRows:
 class RowsUnderWay:
     """Rows that run on a connection of their own, one request each."""
 
-    def __init__(self, trainer: SyncDriver, prompts: list[list[int]], num_tokens: int, seconds: float, seeded: bool):
+    def __init__(
+        self,
+        trainer: SyncDriver,
+        prompts: list[list[int]],
+        num_tokens: int,
+        seconds: float,
+        seeded: bool,
+    ):
         self._rank = connected_again(trainer.engines)
         sampling = {"temperature": 1.0, "ignore_eos": True} | slowed(trainer, seconds)
         self._stream = self._rank.open_stream(num_tokens, sampling)
         self.requests = [
-            Request(prompt, seed=7 * row if seeded else None, min_update=trainer.version.update, group=(0, row))
+            Request(
+                prompt,
+                seed=7 * row if seeded else None,
+                min_update=trainer.version.update,
+                group=(0, row),
+            )
             for row, prompt in enumerate(prompts)
         ]
         self.ended: dict[Request, Rollout] = {}
@@ -105,7 +120,10 @@ class RowsUnderWay:
 
 
 def generate_while_sending(
-    trainer: SyncDriver, recompute_kv: bool, seeded: bool = False, change: Callable[[], None] | None = None
+    trainer: SyncDriver,
+    recompute_kv: bool,
+    seeded: bool = False,
+    change: Callable[[], None] | None = None,
 ) -> MixedRows:
     """Send three updates in flight, each with changed weights, while eight rows run, and each after a further token.
 
@@ -130,7 +148,9 @@ def generate_while_sending(
     return found
 
 
-def _generate(trainer: SyncDriver, seeded: bool, num_tokens: int, models: list[torch.nn.Module]) -> MixedRows:
+def _generate(
+    trainer: SyncDriver, seeded: bool, num_tokens: int, models: list[torch.nn.Module]
+) -> MixedRows:
     """Send the models after the first one, which the engine has, while rows run."""
     prompts = [[5, 6, 7 + row] for row in range(8)]
     sent = {trainer.version.update: models[0]}
@@ -158,14 +178,18 @@ def slowed(trainer: SyncDriver, seconds: float) -> dict:
     return {} if is_fake else {"extra_args": {"seconds_a_token": seconds}}
 
 
-def differences_with_a_cached_prefix(trainer: SyncDriver, change: Callable[[], None]) -> tuple[float, float]:
+def differences_with_a_cached_prefix(
+    trainer: SyncDriver, change: Callable[[], None]
+) -> tuple[float, float]:
     """Difference to transformers of a row whose prompt the engine has cached: with the weights that cached it, and
     after an update in flight, which leaves the cache of running rows as it is."""
     prompt, sampling = [5 + i % 290 for i in range(200)], {"temperature": 1.0}
 
     def difference() -> float:
         for seed in (1, 2):  # the second row has the prefix of the first
-            groups = trainer.engines.generate([Request(prompt, 1, seed)], 8, sampling, trainer.version.update)
+            groups = trainer.engines.generate(
+                [Request(prompt, 1, seed)], 8, sampling, trainer.version.update
+            )
         return worst_difference(trainer, groups, [prompt])
 
     before = difference()

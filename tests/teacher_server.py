@@ -20,7 +20,9 @@ def prompt_logprobs(model, ids: list[int], top: int) -> list[dict | None]:
         order = row.argsort(descending=True)
         ranks = {int(token): rank + 1 for rank, token in enumerate(order)}
         chosen = dict.fromkeys([actual, *order[:top].tolist()])
-        found.append({str(token): {"logprob": row[token].item(), "rank": ranks[token]} for token in chosen})
+        found.append(
+            {str(token): {"logprob": row[token].item(), "rank": ranks[token]} for token in chosen}
+        )
     return found
 
 
@@ -38,7 +40,10 @@ def teacher_server(folder: Path, status: int = 200) -> Iterator[str]:
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
-                choices = [prompt_logprobs(model, ids, request["prompt_logprobs"]) for ids in request["prompt"]]
+                choices = [
+                    prompt_logprobs(model, ids, request["prompt_logprobs"])
+                    for ids in request["prompt"]
+                ]
             self.answer({"choices": [{"prompt_logprobs": one} for one in choices]})
 
         def answer(self, body: dict, code: int = 200) -> None:
@@ -51,7 +56,8 @@ def teacher_server(folder: Path, status: int = 200) -> Iterator[str]:
         def log_message(self, *_) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)  # `shutdown` waits so long
+    # `shutdown` waits so long
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

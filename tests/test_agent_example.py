@@ -8,7 +8,11 @@ import deepspeed  # noqa: F401  sets a variable when it is imported: let that be
 import pytest
 import torch
 from transformers import AutoTokenizer
-from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
+from trl.chat_template_utils import (
+    is_chat_template_prefix_preserving,
+    parse_response,
+    supports_tool_calling,
+)
 
 from trl_multinode import GRPOTrainer  # noqa: F401  sets some more: the example imports it
 
@@ -50,7 +54,9 @@ def rewards(agent, hunts, chats, environments) -> list[float]:
     paths = [hunt["path"] for hunt in hunts]
     found = agent.right_box([chat[1:] for chat in chats], path=paths, log_metric=logged.__setitem__)
     assert 0 <= logged["hunt/called_a_tool"] <= 1
-    return [one + environment.get_reward() for one, environment in zip(found, environments, strict=True)]
+    return [
+        one + environment.get_reward() for one, environment in zip(found, environments, strict=True)
+    ]
 
 
 def test_two_notes_and_the_right_answer_are_the_whole_reward(demo):
@@ -82,7 +88,12 @@ def test_held_out_hunts_are_not_trained_on(demo):
 
 def played(demo, number: int = 200) -> tuple[list[float], list[list[dict]]]:
     agent, model = demo
-    draw, hunts, chats, environments = random.Random(0), list(agent.make_datasets()[0])[:number], [], []
+    draw, hunts, chats, environments = (
+        random.Random(0),
+        list(agent.make_datasets()[0])[:number],
+        [],
+        [],
+    )
     for hunt in hunts:
         chats.append(model.careless_hunt(hunt, draw))
         environments.append(agent.TreasureHunt())
@@ -132,5 +143,8 @@ def test_only_the_assistants_tokens_are_learned_in_the_warm_up(demo, tokenizer):
     ids = torch.tensor(tokenizer.apply_chat_template(chat, return_dict=False))
     labels = demo[1].labels_of(ids, *tokenizer.convert_tokens_to_ids(["<assistant>", "<eos>"]))
     color, answer = chat[1]["tool_calls"][0]["function"]["arguments"]["color"], chat[-1]["content"]
-    assert tokenizer.decode(labels[labels >= 0]) == f"<call> open_box color = {color} <eos> {answer} <eos>"
+    assert (
+        tokenizer.decode(labels[labels >= 0])
+        == f"<call> open_box color = {color} <eos> {answer} <eos>"
+    )
     assert torch.equal(labels[labels >= 0], ids[labels >= 0])

@@ -33,7 +33,9 @@ class Host:
 
     def __init__(self, rank: int, store: StoreHost):
         self.topology = topology_of(rank)
-        client = connect_store(self.topology, 0, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)})
+        client = connect_store(
+            self.topology, 0, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        )
         self._meeting = Meeting(self.topology, client)
         self.agreement = self
 
@@ -44,7 +46,9 @@ class Host:
         return disagreements(self._meeting, self.topology, facts)
 
 
-def compared(tmp_path: Path, store: StoreHost, given: Callable[[int], tuple[Any, dict]]) -> list[list[str]]:
+def compared(
+    tmp_path: Path, store: StoreHost, given: Callable[[int], tuple[Any, dict]]
+) -> list[list[str]]:
     """Return the error's text, or nothing, and the warnings of each rank, which is `given` a config and arguments."""
 
     def body(rank: int) -> list[str]:
@@ -69,7 +73,12 @@ def config(kind: type = GRPOConfig, **values: Any) -> Any:
 
 def call(**values: Any) -> dict[str, Any]:
     data, lora = Dataset.from_list(ROWS), LoraConfig(r=8)
-    given = {"model": MODEL, "reward_funcs": [len], "processing_class": TOKENIZER, "train_dataset": data}
+    given = {
+        "model": MODEL,
+        "reward_funcs": [len],
+        "processing_class": TOKENIZER,
+        "train_dataset": data,
+    }
     return given | {"peft_config": lora} | values
 
 
@@ -191,7 +200,9 @@ def mapped_over_an_object(rank: int) -> Dataset:
 
 def with_random_transform(rank: int) -> Dataset:
     data = mapped_over_an_object(rank)
-    data.set_transform(lambda batch: {name: values[::-1] if rank else values for name, values in batch.items()})
+    data.set_transform(
+        lambda batch: {name: values[::-1] if rank else values for name, values in batch.items()}
+    )
     return data
 
 
@@ -225,7 +236,9 @@ def test_what_may_differ_is_quiet(tmp_path, store, name):
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages }}"])
-def test_copies_of_model_and_tokenizer_at_other_paths_are_compared_by_content(tmp_path, store, template):
+def test_copies_of_model_and_tokenizer_at_other_paths_are_compared_by_content(
+    tmp_path, store, template
+):
     for node in range(2):
         MODEL.save_pretrained(tmp_path / f"copy{node}")
         TOKENIZER.save_pretrained(tmp_path / f"copy{node}")
@@ -238,10 +251,15 @@ def test_copies_of_model_and_tokenizer_at_other_paths_are_compared_by_content(tm
         assert compared(tmp_path, store, given) == [[""]] * RANKS
     else:
         (Path(copies[1]) / "chat_template.jinja").write_text(template)
-        assert all("tokenizer file chat_template.jinja" in text for text, *_ in compared(tmp_path, store, given))
+        assert all(
+            "tokenizer file chat_template.jinja" in text
+            for text, *_ in compared(tmp_path, store, given)
+        )
 
 
-def test_a_field_of_the_users_own_class_and_a_patch_version_are_a_line_of_rank_0(tmp_path, store, monkeypatch):
+def test_a_field_of_the_users_own_class_and_a_patch_version_are_a_line_of_rank_0(
+    tmp_path, store, monkeypatch
+):
     versions = must_agree.local_versions()
 
     def given(rank: int) -> tuple[Any, dict]:
@@ -271,7 +289,11 @@ def test_row_28_a_library_that_must_be_the_same_is_not(tmp_path, store, monkeypa
 def test_arguments_and_checkpoint_are_compared_again_when_training_begins(tmp_path, store):
     def body(rank: int) -> list[str]:
         host, texts = Host(rank, store), []
-        for changes, resume in (({}, None), ({"learning_rate": rank / 10}, None), ({}, f"checkpoint-{rank // 2}")):
+        for changes, resume in (
+            ({}, None),
+            ({"learning_rate": rank / 10}, None),
+            ({}, f"checkpoint-{rank // 2}"),
+        ):
             args = config()
             for name, value in changes.items():
                 setattr(args, name, value)
@@ -280,13 +302,18 @@ def test_arguments_and_checkpoint_are_compared_again_when_training_begins(tmp_pa
                 texts.append("")
             except ConfigurationError as error:
                 texts.append(str(error))
-        must_agree.check_training(host, config(save_on_each_node=True), f"run{rank // 2}/checkpoint-1")
+        must_agree.check_training(
+            host, config(save_on_each_node=True), f"run{rank // 2}/checkpoint-1"
+        )
         return texts
 
     with forked(body, RANKS, tmp_path) as ranks:
         for quiet, changed, resumed in (rank.result for rank in ranks):
             assert quiet == "" and "`learning_rate`" in changed
-            assert "`resume_from_checkpoint` of `train`" in resumed and "checkpoint-1 on ranks 2, 3" in resumed
+            assert (
+                "`resume_from_checkpoint` of `train`" in resumed
+                and "checkpoint-1 on ranks 2, 3" in resumed
+            )
 
 
 def test_a_fact_that_one_rank_of_a_node_lacks_is_named_by_all(tmp_path, store):

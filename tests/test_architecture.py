@@ -36,7 +36,9 @@ ARROWS = rooms_of(PAGE)
 # Rooms that may import a library; "lazily": only inside functions.
 LIBRARIES = {
     "trl": {
-        **dict.fromkeys(("config", "trainer", "trainers", "batches", "experimental", "examples"), ""),
+        **dict.fromkeys(
+            ("config", "trainer", "trainers", "batches", "experimental", "examples"), ""
+        ),
         "__init__": "lazily",
     },
     "transformers": {
@@ -67,17 +69,20 @@ COLLECTIVES = {
     "rollouts.text_logging": {"gather_object"},
     "rollouts.one_prompt": {"gather"},  # a number per row and round, where groups straddle ranks
     "weights.source": {"GatheredParameters", "full_tensor"},
-    "weights.even_pieces": {"all_to_all_single"},  # of a tensor of few rows under FSDP2, in the world
+    # of a tensor of few rows under FSDP2, in the world
+    "weights.even_pieces": {"all_to_all_single"},
     # of the weights, in two groups
     "weights.gathering": {"all_gather_into_tensor", "all_reduce", "batch_isend_irecv", "new_group"},
-    "transports.broadcast": {"broadcast"},  # with the node's workers, in a group that no other rank is in
+    # with the node's workers, in a group that no other rank is in
+    "transports.broadcast": {"broadcast"},
     "rollouts.generation": {"wait_for_everyone"},  # before a sync; `generate` has none
     "saving.checkpoints": {"gather", "wait_for_everyone"},  # which are whole; when one is
     "reporting.steps": {"gather"},  # of a few numbers per rank, once per log
     # lengths of all ranks; rows between nodes, then within a node
     "batches.row_exchange": {"all_gather_into_tensor", "all_to_all_single", "new_group"},
     "tools.doctor.ring": {"new_group"},  # one per GPU of a node, before a run
-    "batches.local_metrics": {"gather"},  # once per optimizer step, instead of TRL's seven per micro-batch
+    # once per optimizer step, instead of TRL's seven per micro-batch
+    "batches.local_metrics": {"gather"},
 }
 COLLECTIVE_NAMES = {
     "GatheredParameters", "full_tensor", "wait_for_everyone", "gather", "gather_object", "all_gather_object",
@@ -100,7 +105,9 @@ def tree(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text())
 
 
-def imports(node: ast.AST, package: tuple[str, ...], inside: bool = False) -> Iterator[tuple[str, bool]]:
+def imports(
+    node: ast.AST, package: tuple[str, ...], inside: bool = False
+) -> Iterator[tuple[str, bool]]:
     """Absolute names that are imported below `node`, and whether inside a function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
@@ -177,7 +184,11 @@ def test_collectives_are_called_where_the_table_says():
         for node in ast.walk(tree(module)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 of = ast.unparse(node.func)
-                on_a_tensor = node.func.attr == "gather" and "accelerator" not in of and not of.startswith("dist.")
+                on_a_tensor = (
+                    node.func.attr == "gather"
+                    and "accelerator" not in of
+                    and not of.startswith("dist.")
+                )
                 if node.func.attr in COLLECTIVE_NAMES and not on_a_tensor:
                     found.setdefault(module, set()).add(node.func.attr)
     assert found == COLLECTIVES
@@ -191,7 +202,11 @@ OWN_OUTPUT = {
 
 def test_a_rank_speaks_through_the_reporter_only():
     for module in MODULES:
-        if room(module) in OWN_OUTPUT or module in ("run.reporter", "run.warn_once"):  # the latter logs nothing
+        # the latter logs nothing
+        if room(module) in OWN_OUTPUT or module in (
+            "run.reporter",
+            "run.warn_once",
+        ):
             continue
         calls = [n for n in ast.walk(tree(module)) if isinstance(n, ast.Call)]
         prints = [n.lineno for n in calls if ast.unparse(n.func) == "print"]
@@ -220,11 +235,19 @@ LIGHT = ["trl_multinode", *(f"trl_multinode.{m}" for m in (
 
 @pytest.mark.real
 def test_the_package_and_the_engines_own_modules_load_nothing_heavy():
-    probes = ("_no_name", "__wrapped__", "engine", "vllm_worker")  # tools ask for the first two, imports for modules
+    # tools ask for the first two, imports for modules
+    probes = (
+        "_no_name",
+        "__wrapped__",
+        "engine",
+        "vllm_worker",
+    )
     code = f"import sys\nfor name in {LIGHT!r}:\n    __import__(name)\n"
     code += f"    [getattr(sys.modules['trl_multinode'], probe, None) for probe in {probes!r}]\n"
     code += f"    print(name, [heavy for heavy in {HEAVY!r} if heavy in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [f"{name} []" for name in LIGHT]
 
@@ -234,10 +257,18 @@ VLLMS_OWN = {"init_weight_transfer_engine", "update_weights"}
 
 def test_what_the_engine_calls_in_every_worker_is_a_method_of_the_extension():
     """A merge once left one inside another function, and every self test of a transport fell back to host memory."""
-    (extension,) = [n for n in tree("vllm_worker.worker").body if getattr(n, "name", "") == "WorkerExtension"]
+    (extension,) = [
+        n for n in tree("vllm_worker.worker").body if getattr(n, "name", "") == "WorkerExtension"
+    ]
     methods = {node.name for node in extension.body if isinstance(node, ast.FunctionDef)}
-    calls = [node for node in ast.walk(tree("engine_process.vllm_backend")) if isinstance(node, ast.Call)]
-    called = {c.args[0].value for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "collective_rpc"}
+    calls = [
+        node for node in ast.walk(tree("engine_process.vllm_backend")) if isinstance(node, ast.Call)
+    ]
+    called = {
+        c.args[0].value
+        for c in calls
+        if isinstance(c.func, ast.Attribute) and c.func.attr == "collective_rpc"
+    }
     assert called - VLLMS_OWN == methods
 
 
@@ -263,7 +294,10 @@ def test_each_thread_is_in_the_table_of_threads():
         for place, node in nodes_of_runs()
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in kinds
     )
-    assert Counter(re.findall(r"^\| `(\S+\.py)`, ", section("Threads and hooks"), re.MULTILINE)) == started
+    assert (
+        Counter(re.findall(r"^\| `(\S+\.py)`, ", section("Threads and hooks"), re.MULTILINE))
+        == started
+    )
 
 
 def test_each_attribute_that_holds_another_objects_function_is_in_the_table_of_hooks():
@@ -276,5 +310,7 @@ def test_each_attribute_that_holds_another_objects_function_is_in_the_table_of_h
         and "Callable" in ast.unparse(node.annotation)
     }
     listed = set(re.findall(r"`(\S+\.py): (\w+)`", section("Threads and hooks")))
-    defined = {(place, node.name) for place, node in nodes_of_runs() if isinstance(node, ast.FunctionDef)}
+    defined = {
+        (place, node.name) for place, node in nodes_of_runs() if isinstance(node, ast.FunctionDef)
+    }
     assert held <= listed and listed <= held | defined

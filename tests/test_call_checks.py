@@ -43,7 +43,9 @@ def quantized_in_its_config():
     ],
     ids=["argument", "model_init_kwargs", "checkpoint"],
 )
-def test_quantized_weights_are_refused_wherever_they_are_asked_for(model, fields, call, record_property):
+def test_quantized_weights_are_refused_wherever_they_are_asked_for(
+    model, fields, call, record_property
+):
     with refused("quantization_config", "LoRA") as caught:
         check_model(model(), args(**fields), call)
     record_property("message", str(caught.value))
@@ -69,7 +71,9 @@ def test_methods_of_peft_are_sent_or_refused_before_a_model_loads():
     for kind in kinds:
         with refused("peft_config", "LoRA", got=[kind.value]):
             check_model(model, args(), {"peft_config": SimpleNamespace(peft_type=kind)})
-    prompts = get_peft_model(tiny_qwen2(), PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    prompts = get_peft_model(
+        tiny_qwen2(), PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    )
     with refused("peft_config", "colocate", got=["PROMPT_TUNING"]):
         check_model(prompts, args(), {})
 
@@ -92,7 +96,9 @@ def test_a_model_without_a_trained_parameter_is_refused(tmp_path):
     with refused("model", "requires_grad"):
         check_model(frozen(tiny_qwen2()), args(), {})
     check_model(with_an_adapter(tmp_path, is_trainable=True), args(), {})
-    check_model(frozen(tiny_qwen2()), args(), {"peft_config": LoraConfig(target_modules=["q_proj"])})
+    check_model(
+        frozen(tiny_qwen2()), args(), {"peft_config": LoraConfig(target_modules=["q_proj"])}
+    )
     check_model(tiny_qwen2(), args(), {})
 
 
@@ -103,14 +109,20 @@ def test_folders_of_their_own_are_refused_where_other_nodes_would_have_no_weight
 
     def check(call=None, num_nodes=2, environ=None, stage=None, **fields):
         with patch.dict(os.environ, environ or {}):
-            check_own_folders(args(stage, **{**apart, **fields}), {"model": "m"} | (call or {}), num_nodes)
+            check_own_folders(
+                args(stage, **{**apart, **fields}), {"model": "m"} | (call or {}), num_nodes
+            )
 
     for environ, call in ({}, {}), (fsdp, {}), (fsdp, {"peft_config": lora}):
         with refused("save_on_each_node", "`output_dir`"):
             check(call, environ=environ)
-    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, save_on_each_node=True)
+    config = GRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, num_generations=2, save_on_each_node=True
+    )
     with refused("save_on_each_node", "`output_dir`", got=True):
-        call_checks.check_call(SimpleNamespace(topology=SimpleNamespace(num_nodes=2)), config, {"model": "m"})
+        call_checks.check_call(
+            SimpleNamespace(topology=SimpleNamespace(num_nodes=2)), config, {"model": "m"}
+        )
     check(num_nodes=1)
     check(stage=2)
     check(save_on_each_node=False, environ=fsdp)
@@ -123,7 +135,11 @@ def test_folders_of_their_own_are_refused_where_other_nodes_would_have_no_weight
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_dora_is_refused_under_zero_3_and_no_other_stage(wrapped, record_property):
     config = LoraConfig(use_dora=True, target_modules=["q_proj"])
-    model, call = (get_peft_model(tiny_qwen2(), config), {}) if wrapped else (tiny_qwen2(), {"peft_config": config})
+    model, call = (
+        (get_peft_model(tiny_qwen2(), config), {})
+        if wrapped
+        else (tiny_qwen2(), {"peft_config": config})
+    )
     with refused("peft_config", "ZeRO-2", got="DoRA") as caught:
         check_model(model, args(3), call)
     record_property("message", str(caught.value))
@@ -133,10 +149,17 @@ def test_dora_is_refused_under_zero_3_and_no_other_stage(wrapped, record_propert
 
 def test_a_models_code_and_revision_are_those_that_trl_would_load(monkeypatch):
     asked = {}
-    monkeypatch.setattr(call_checks.AutoConfig, "from_pretrained", lambda name, **how: asked.update(how, name=name))
+    monkeypatch.setattr(
+        call_checks.AutoConfig, "from_pretrained", lambda name, **how: asked.update(how, name=name)
+    )
     init = {"revision": "v2", "token": "hf_x", "dtype": "float32"}
     call_checks.config_of("me/model", args(model_init_kwargs=init, trust_remote_code=True))
-    assert asked == {"name": "me/model", "revision": "v2", "token": "hf_x", "trust_remote_code": True}
+    assert asked == {
+        "name": "me/model",
+        "revision": "v2",
+        "token": "hf_x",
+        "trust_remote_code": True,
+    }
 
 
 LAUNCHED = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
@@ -151,8 +174,12 @@ SHARED_ROWS = {
 }  # fmt: skip
 
 
-@pytest.mark.feature("Training", "tensor, context and sequence parallelism", engine="none", refused=True)
-@pytest.mark.parametrize("found", SHARED_ROWS, ids=["tensor", "context", "sequence", "autotp", "tp_plan"])
+@pytest.mark.feature(
+    "Training", "tensor, context and sequence parallelism", engine="none", refused=True
+)
+@pytest.mark.parametrize(
+    "found", SHARED_ROWS, ids=["tensor", "context", "sequence", "autotp", "tp_plan"]
+)
 def test_ranks_that_share_rows_are_refused_wherever_they_are_asked_for(found, record_property):
     fields, environ = SHARED_ROWS[found]
     with refused(found, "`vllm_tensor_parallel_size`") as caught, patch.dict(os.environ, environ):
@@ -162,7 +189,9 @@ def test_ranks_that_share_rows_are_refused_wherever_they_are_asked_for(found, re
 
 def test_ranks_with_rows_of_their_own_are_accepted():
     """Replicas and shards are data parallelism; without the launcher's switch accelerate does not read its sizes."""
-    replicas = SimpleNamespace(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
+    replicas = SimpleNamespace(
+        parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    )
     with patch.dict(os.environ, LAUNCHED | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}):
         call_checks.check_parallelism(replicas, tiny_qwen2())
     with patch.dict(os.environ, {"PARALLELISM_CONFIG_TP_SIZE": "2"}):
@@ -181,7 +210,11 @@ def test_fsdp_1_is_refused_before_an_engine_starts():
 
 def test_everything_else_passes_by_name_too(tmp_path):
     name = str(save_tiny(tmp_path / "model"))
-    check_model(name, args(3, model_init_kwargs={"dtype": "float32"}), {"peft_config": LoraConfig(use_rslora=True)})
+    check_model(
+        name,
+        args(3, model_init_kwargs={"dtype": "float32"}),
+        {"peft_config": LoraConfig(use_rslora=True)},
+    )
 
 
 # ---- rewards, columns and evaluation
@@ -212,7 +245,11 @@ SOLVED = PROMPTS.rename_column("question", "solution")
 TENSOR = ParallelismConfig(tp_size=2)
 REFUSED_CALLS = {
     "tensor parallelism": ({}, r"`parallelism_config\.tp_size=2`", {"parallelism_config": TENSOR}),
-    "evaluation": ({}, "`eval_strategy` steps .*`eval_dataset`", {"eval_strategy": "steps", "eval_steps": 2}),
+    "evaluation": (
+        {},
+        "`eval_strategy` steps .*`eval_dataset`",
+        {"eval_strategy": "steps", "eval_steps": 2},
+    ),
     "math-verify": ({"reward_funcs": [no_columns, accuracy_reward]}, "math-verify`", {}),
     "a reward's column": (
         {"reward_funcs": needs_solution, "train_dataset": PROMPTS},
@@ -229,7 +266,11 @@ REFUSED_CALLS = {
         r"`without_the_rest` does not accept \['completion_ids', 'log_extra', 'log_metric', 'trainer_state'\].*kwargs",
         {},
     ),
-    "keywords without a dataset": ({"reward_funcs": [without_the_rest], "rollout_func": print}, "does not accept", {}),
+    "keywords without a dataset": (
+        {"reward_funcs": [without_the_rest], "rollout_func": print},
+        "does not accept",
+        {},
+    ),
     "a column as a keyword": (
         {"reward_funcs": [without_the_column], "train_dataset": PROMPTS},
         r"`without_the_column` does not accept \['question'\]",
@@ -241,7 +282,10 @@ REFUSED_CALLS = {
         {},
     ),
     "a column under the name of a rollout": (
-        {"reward_funcs": [no_columns], "train_dataset": PROMPTS.rename_column("question", "completions")},
+        {
+            "reward_funcs": [no_columns],
+            "train_dataset": PROMPTS.rename_column("question", "completions"),
+        },
         r"columns \['completions'\].*Rename",
         {},
     ),
@@ -263,8 +307,12 @@ REFUSED_CALLS = {
 }
 
 
-@pytest.mark.parametrize(("call", "message", "fields"), REFUSED_CALLS.values(), ids=REFUSED_CALLS.keys())
-def test_a_call_that_would_fail_later_is_refused_before_the_model(call, message, fields, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("call", "message", "fields"), REFUSED_CALLS.values(), ids=REFUSED_CALLS.keys()
+)
+def test_a_call_that_would_fail_later_is_refused_before_the_model(
+    call, message, fields, monkeypatch, tmp_path
+):
     missing = "math-verify" in message
     monkeypatch.setattr(call_checks, "find_spec", lambda name: None if missing else "installed")
     config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **fields)
@@ -278,22 +326,37 @@ def test_a_decorator_may_accept_more_than_the_function_below_it():
         return without_the_rest(given["prompts"], given["completions"])
 
     call_checks.check_rewards({"reward_funcs": [decorated], "train_dataset": PROMPTS})
-    call_checks.check_rewards({"reward_funcs": [functools.partial(no_columns, extra=1)], "train_dataset": PROMPTS})
+    call_checks.check_rewards(
+        {"reward_funcs": [functools.partial(no_columns, extra=1)], "train_dataset": PROMPTS}
+    )
 
 
 def test_calls_that_supply_what_a_reward_needs_are_accepted(monkeypatch):
-    monkeypatch.setattr(call_checks, "find_spec", lambda name: "installed" if name == "math_verify" else None)
-    call_checks.check_rewards({"reward_funcs": [accuracy_reward, "a/reward-model"], "train_dataset": SOLVED})
+    monkeypatch.setattr(
+        call_checks, "find_spec", lambda name: "installed" if name == "math_verify" else None
+    )
+    call_checks.check_rewards(
+        {"reward_funcs": [accuracy_reward, "a/reward-model"], "train_dataset": SOLVED}
+    )
     # these make prompts or arguments of their own
-    call_checks.check_rewards({"reward_funcs": needs_solution, "train_dataset": PROMPTS, "rollout_func": print})
-    call_checks.check_rewards({"reward_funcs": [needs_solution], "train_dataset": [{"prompt": "a"}]})
+    call_checks.check_rewards(
+        {"reward_funcs": needs_solution, "train_dataset": PROMPTS, "rollout_func": print}
+    )
+    call_checks.check_rewards(
+        {"reward_funcs": [needs_solution], "train_dataset": [{"prompt": "a"}]}
+    )
 
 
 @pytest.mark.parametrize(
     ("prompts", "per_device", "ranks", "says"),
     [
         (6, 8, 1, None),
-        (6, 16, 1, r"24 rows \(6 prompts x 4\) in batches of 16: the last batch has 8 rows.*eval_batch_size=12`"),
+        (
+            6,
+            16,
+            1,
+            r"24 rows \(6 prompts x 4\) in batches of 16: the last batch has 8 rows.*eval_batch_size=12`",
+        ),
         (6, 8, 2, r"the last batch is filled up with 8 copies.*eval_batch_size=6`"),
         (7, 8, 2, r"the last batch is filled up with 4 copies.*eval_batch_size=2`"),
         (7, 3, 4, r"the last batch is filled up with 8 copies.*eval_batch_size=1`"),
@@ -304,7 +367,10 @@ def test_an_evaluation_whose_last_batch_weighs_more_is_named_with_a_batch_that_i
     prompts, per_device, ranks, says
 ):
     given = SimpleNamespace(
-        eval_strategy="steps", num_generations=4, per_device_eval_batch_size=per_device, world_size=ranks
+        eval_strategy="steps",
+        num_generations=4,
+        per_device_eval_batch_size=per_device,
+        world_size=ranks,
     )
     found = list(uneven_evaluations(given, {"eval_dataset": {"one": [{}] * prompts}}))
     assert re.search(says, *found) if says else not found
@@ -323,9 +389,13 @@ def test_tensor_parallelism_must_divide_the_heads():
 def test_settings_of_a_server_are_named_as_ignored(monkeypatch, tmp_path):
     warned = []
     monkeypatch.setattr(call_checks, "warn", warned.append)
-    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, vllm_server_port=8001, vllm_enable_sleep_mode=True)
+    config = GRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, vllm_server_port=8001, vllm_enable_sleep_mode=True
+    )
     call_checks.check_call(
-        SimpleNamespace(topology=SimpleNamespace(num_nodes=2, rank=0)), config, {"model": tiny_qwen2()}
+        SimpleNamespace(topology=SimpleNamespace(num_nodes=2, rank=0)),
+        config,
+        {"model": tiny_qwen2()},
     )
     (line,) = warned
     assert "vllm_server_port" in line and "vllm_enable_sleep_mode" in line

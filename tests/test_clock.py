@@ -20,13 +20,18 @@ def store():
 
 def topology(rank: int, ranks_per_node: int = 2) -> SimpleNamespace:
     return SimpleNamespace(
-        rank=rank, node=rank // ranks_per_node, num_nodes=len(AHEAD), is_local_main=rank % ranks_per_node == 0
+        rank=rank,
+        node=rank // ranks_per_node,
+        num_nodes=len(AHEAD),
+        is_local_main=rank % ranks_per_node == 0,
     )
 
 
 def measure(store, ranks) -> list[float | None]:
     def of(rank: int) -> float | None:
-        client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=60))
+        client = dist.TCPStore(
+            "127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=60)
+        )
         ahead = AHEAD[rank // 2]
         return clock_offset(topology(rank), client, lambda: 1000.0 + ahead)
 

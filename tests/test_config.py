@@ -38,7 +38,11 @@ def plain(tmp_path, **fields) -> GRPOConfig:
 def test_exactly_three_of_trls_defaults_differ():
     theirs, mine = GRPOConfig.__dataclass_fields__, MultiNodeGRPOConfig.__dataclass_fields__
     changed = {name: (theirs[name].default, mine[name].default) for name in theirs}
-    assert {name: pair for name, pair in changed.items() if pair[0] is not pair[1] and pair[0] != pair[1]} == {
+    assert {
+        name: pair
+        for name, pair in changed.items()
+        if pair[0] is not pair[1] and pair[0] != pair[1]
+    } == {
         "use_vllm": (False, True),
         "vllm_mode": ("colocate", "node"),
         "vllm_gpu_memory_utilization": (0.3, None),
@@ -61,7 +65,9 @@ def test_every_setting_has_a_help_that_argparse_can_show_and_a_line_in_the_docst
         ({"vllm_mode": "server"}, 0.3, False),
     ],
 )
-def test_node_mode_is_the_default_and_leaves_the_gpu_share_to_user_or_devices(tmp_path, fields, share, node_mode):
+def test_node_mode_is_the_default_and_leaves_the_gpu_share_to_user_or_devices(
+    tmp_path, fields, share, node_mode
+):
     args = ours(tmp_path, **fields)
     assert args.vllm_gpu_memory_utilization == share and is_node_mode(args) is node_mode
 
@@ -70,7 +76,13 @@ def test_node_mode_is_the_default_and_leaves_the_gpu_share_to_user_or_devices(tm
 
 MODE, CORRECTION = "vllm_importance_sampling_mode", "vllm_importance_sampling_correction"
 NO_CORRECTION = {CORRECTION: False}
-POSITIVE = ["engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes", "call_timeout"]
+POSITIVE = [
+    "engine_start_timeout",
+    "engine_stall_timeout",
+    "sync_bucket_mb",
+    "save_minutes",
+    "call_timeout",
+]
 COUNTS = ["num_engines", "vllm_tensor_parallel_size"]
 Row = tuple[dict[str, Any], str, Any]
 REFUSED_FIELDS: list[Row] = [  # fields of the config, the setting that is named, its value
@@ -120,7 +132,9 @@ def malformed() -> Iterator[tuple[str, Any]]:
     """Yield values of another type, NaN, infinity, and values beyond both ends of the range."""
     hints = get_type_hints(Settings, include_extras=True) | OF_TRL
     for name, hint in hints.items():
-        kind, notes = (get_args(hint)[0], get_args(hint)[1:]) if get_origin(hint) is Annotated else (hint, ())
+        kind, notes = (
+            (get_args(hint)[0], get_args(hint)[1:]) if get_origin(hint) is Annotated else (hint, ())
+        )
         alternatives = set(get_args(kind) or [kind])
         number = next((note for note in notes if isinstance(note, Number)), None)
         values: list[Any] = []
@@ -144,7 +158,9 @@ def malformed() -> Iterator[tuple[str, Any]]:
 MALFORMED = list(malformed())
 
 
-@pytest.mark.parametrize(("name", "value"), MALFORMED, ids=[f"{name}={value!r}" for name, value in MALFORMED])
+@pytest.mark.parametrize(
+    ("name", "value"), MALFORMED, ids=[f"{name}={value!r}" for name, value in MALFORMED]
+)
 def test_a_malformed_value_is_refused_by_name(tmp_path, name, value):
     check(refusal(ours, tmp_path, **{name: value}), name)
     args = plain(tmp_path, use_vllm=True, vllm_mode="node")
@@ -167,7 +183,15 @@ def test_the_ends_of_each_range_and_numbers_of_numpy_are_taken():
 @pytest.mark.parametrize("text", ["nan", "inf", "-1"])
 def test_a_command_line_has_the_same_limits(tmp_path, text):
     parser = HfArgumentParser(MultiNodeGRPOConfig)
-    words = ["--output_dir", str(tmp_path), "--use_cpu", "True", "--bf16", "False", f"--heartbeat_timeout={text}"]
+    words = [
+        "--output_dir",
+        str(tmp_path),
+        "--use_cpu",
+        "True",
+        "--bf16",
+        "False",
+        f"--heartbeat_timeout={text}",
+    ]
     with refused("heartbeat_timeout", expected="at least 0 and at most 1e7 s"):
         parser.parse_args_into_dataclasses(words)
 
@@ -186,7 +210,9 @@ def test_settings_that_nothing_reads_in_this_mode_are_not_refused(tmp_path):
     assert ours(tmp_path, max_staleness=0, **NO_CORRECTION).max_staleness == 0
     for mode in TRLS_MODES:
         for generation in ({"seed": 1}, {"do_sample": False}):
-            assert ours(tmp_path, generation_kwargs=generation, **mode).generation_kwargs == generation
+            assert (
+                ours(tmp_path, generation_kwargs=generation, **mode).generation_kwargs == generation
+            )
 
 
 REFUSED = {
@@ -205,15 +231,23 @@ def check_generation_key(tmp_path, key: str, cure: str, record_property) -> None
     check(error, "generation_kwargs", cure, got=key)
 
 
-@pytest.mark.feature("Generation", "`n`, `seed` or `logprobs` in `generation_kwargs`", engine="none", refused=True)
+@pytest.mark.feature(
+    "Generation", "`n`, `seed` or `logprobs` in `generation_kwargs`", engine="none", refused=True
+)
 @pytest.mark.parametrize("key", REFUSED)
-def test_generation_kwargs_that_node_mode_sets_itself_are_refused_with_the_cure(tmp_path, key, record_property):
+def test_generation_kwargs_that_node_mode_sets_itself_are_refused_with_the_cure(
+    tmp_path, key, record_property
+):
     check_generation_key(tmp_path, key, REFUSED[key], record_property)
 
 
-@pytest.mark.feature("Generation", "`generation_kwargs` that vLLM does not know", engine="none", refused=True)
+@pytest.mark.feature(
+    "Generation", "`generation_kwargs` that vLLM does not know", engine="none", refused=True
+)
 @pytest.mark.parametrize("key", FOREIGN)
-def test_generation_kwargs_that_vllm_does_not_know_are_refused_before_an_engine_starts(tmp_path, key, record_property):
+def test_generation_kwargs_that_vllm_does_not_know_are_refused_before_an_engine_starts(
+    tmp_path, key, record_property
+):
     check_generation_key(tmp_path, key, FOREIGN[key], record_property)
 
 
@@ -221,13 +255,19 @@ def test_generation_kwargs_that_vllm_does_not_know_are_refused_before_an_engine_
 def test_without_vllms_source_only_known_slips_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_keys, "fields_in_vllm", lambda *_: frozenset())
     assert ours(tmp_path, generation_kwargs={"min_tokens": 1, "no_such_setting": 1})
-    check(refusal(ours, tmp_path, generation_kwargs={"num_beams": 2}), "generation_kwargs", got="num_beams")
+    check(
+        refusal(ours, tmp_path, generation_kwargs={"num_beams": 2}),
+        "generation_kwargs",
+        got="num_beams",
+    )
     assert ours(tmp_path, engine_kwargs={"no_such_setting": 1})
     monkeypatch.setattr(engine_keys, "find_spec", lambda name: None)
     assert fields_in_vllm.__wrapped__("sampling_params.py", "SamplingParams") == frozenset()
 
 
-@pytest.mark.feature("Generation", "caches outside of the engine (`kv_transfer_config`)", engine="none", refused=True)
+@pytest.mark.feature(
+    "Generation", "caches outside of the engine (`kv_transfer_config`)", engine="none", refused=True
+)
 @pytest.mark.parametrize("key", ["kv_transfer_config", "kv_offloading_size", "ec_transfer_config"])
 def test_a_cache_that_a_sync_does_not_empty_is_refused(tmp_path, key, record_property):
     error = refusal(ours, tmp_path, engine_kwargs={"max_num_seqs": 4, key: 1})
@@ -250,18 +290,26 @@ def test_a_plain_config_can_ask_for_node_mode_and_has_our_defaults(tmp_path):
     check_settings(args)
     assert is_node_mode(args)
     assert args.vllm_gpu_memory_utilization == 0.3  # TRL's, literally
-    assert NodeSettings.of(args) == replace(NodeSettings.of(ours(tmp_path)), vllm_gpu_memory_utilization=0.3)
+    assert NodeSettings.of(args) == replace(
+        NodeSettings.of(ours(tmp_path)), vllm_gpu_memory_utilization=0.3
+    )
     assert NodeSettings.of(args).engine_stall_timeout == 300.0
     args.engine_kwargs = '{"max_num_seqs": 4}'  # as on a command line
     assert NodeSettings.of(args).engine_kwargs == {"max_num_seqs": 4}
 
 
 def test_settings_are_typed_and_keep_what_they_were_read_from(tmp_path):
-    args = ours(tmp_path, rollout_seed=3, vllm_devices=[1, 2], engine_kwargs='{"max_num_seqs": 4}', seed=7)
+    args = ours(
+        tmp_path, rollout_seed=3, vllm_devices=[1, 2], engine_kwargs='{"max_num_seqs": 4}', seed=7
+    )
     settings = NodeSettings.of(args)
     assert args.engine_kwargs == {"max_num_seqs": 4}
     args.rollout_seed = args.engine_kwargs["max_num_seqs"] = args.vllm_devices[0] = 9
-    assert (settings.rollout_seed, settings.engine_kwargs, settings.vllm_devices) == (3, {"max_num_seqs": 4}, [1, 2])
+    assert (settings.rollout_seed, settings.engine_kwargs, settings.vllm_devices) == (
+        3,
+        {"max_num_seqs": 4},
+        [1, 2],
+    )
     assert (settings.seed, settings.vllm_tensor_parallel_size) == (7, 1)
 
 
@@ -281,14 +329,23 @@ def test_the_rules_hold_for_a_plain_config_too(tmp_path):
 def test_settings_of_rounds_and_groups_are_off_by_default_and_taken_as_given(tmp_path):
     settings = NodeSettings.of(ours(tmp_path))
     assert not settings.in_flight and (settings.max_staleness, settings.recompute_kv) == (0, False)
-    assert (settings.score_groups, settings.score_with_batch, settings.dynamic_sampling) == (None, None, 0)
+    assert (settings.score_groups, settings.score_with_batch, settings.dynamic_sampling) == (
+        None,
+        None,
+        0,
+    )
     assert NodeSettings.of(plain(tmp_path)).max_staleness == 0
     assert not NodeSettings.of(ours(tmp_path, max_staleness=1)).in_flight
     settings = NodeSettings.of(ours(tmp_path, **IN_FLIGHT))
     assert settings.in_flight and settings.oldest_rounds == 6
-    assert NodeSettings.of(ours(tmp_path, **IN_FLIGHT, max_age=2, recompute_kv=True)).oldest_rounds == 2
+    assert (
+        NodeSettings.of(ours(tmp_path, **IN_FLIGHT, max_age=2, recompute_kv=True)).oldest_rounds
+        == 2
+    )
     for processes in (0, 2):
-        scored = NodeSettings.of(ours(tmp_path, score_groups=processes, score_with_batch=["diversity"]))
+        scored = NodeSettings.of(
+            ours(tmp_path, score_groups=processes, score_with_batch=["diversity"])
+        )
         assert scored.scores_groups and scored.score_with_batch == ["diversity"]
     checked_again(tmp_path, **SAMPLING | {"dynamic_sampling": 3})
 
@@ -303,7 +360,9 @@ def test_a_group_in_flight_may_not_straddle_ranks_and_the_nearest_batches_are_na
         assert "`per_device_train_batch_size=8`" in small.cure
         check(refusal(ours, tmp_path, per_device_train_batch_size=12, **sizes, **IN_FLIGHT),
               "per_device_train_batch_size", "8 or 16", got=12)  # fmt: skip
-        assert ours(tmp_path, per_device_train_batch_size=8, **sizes, **IN_FLIGHT).max_staleness == 2
+        assert (
+            ours(tmp_path, per_device_train_batch_size=8, **sizes, **IN_FLIGHT).max_staleness == 2
+        )
 
 
 @pytest.mark.parametrize(
@@ -315,18 +374,28 @@ def test_a_group_in_flight_may_not_straddle_ranks_and_the_nearest_batches_are_na
         ({"vllm_importance_sampling_mode": "token_mask"}, "token_mask", 3.0),
     ],
 )
-def test_in_flight_tokens_are_corrected_one_by_one_unless_the_user_chose_a_mode(tmp_path, given, mode, clip):
+def test_in_flight_tokens_are_corrected_one_by_one_unless_the_user_chose_a_mode(
+    tmp_path, given, mode, clip
+):
     args = ours(tmp_path, **IN_FLIGHT, **given)
     again = replace(args, generation_batch_size=None)  # as a script that changes one field does
     for one in (args, again):
-        assert one.vllm_importance_sampling_mode == mode and one.vllm_importance_sampling_clip_max == clip
+        assert (
+            one.vllm_importance_sampling_mode == mode
+            and one.vllm_importance_sampling_clip_max == clip
+        )
     drained = ours(tmp_path, max_staleness=1)
-    assert (drained.vllm_importance_sampling_mode, drained.vllm_importance_sampling_clip_max) == ("sequence_mask", 3.0)
+    assert (drained.vllm_importance_sampling_mode, drained.vllm_importance_sampling_clip_max) == (
+        "sequence_mask",
+        3.0,
+    )
 
 
 def checked_again(folder, **fields) -> None:
     """Check a config in which `score_groups` and what needs it are set last."""
-    scored = {name: fields.pop(name) for name in ("score_groups", "score_with_batch") if name in fields}
+    scored = {
+        name: fields.pop(name) for name in ("score_groups", "score_with_batch") if name in fields
+    }
     args = ours(folder)
     for name, value in (fields | scored).items():
         setattr(args, name, value)
@@ -349,7 +418,9 @@ def checked_again(folder, **fields) -> None:
         (SAMPLING | {"num_generations": 3}, "per_device_train_batch_size", 8),
     ],
 )
-def test_groups_that_cannot_be_scored_or_sampled_again_are_refused_with_a_way_out(tmp_path, fields, setting, got):
+def test_groups_that_cannot_be_scored_or_sampled_again_are_refused_with_a_way_out(
+    tmp_path, fields, setting, got
+):
     error = refusal(checked_again, tmp_path, **fields)
     check(error, setting, got=got)
     assert error.cure or error.expected, "no way out"
@@ -379,7 +450,12 @@ def test_streams_are_not_in_flight(tmp_path):
     check_in_flight(ours(tmp_path, **IN_FLIGHT), rows)
 
 
-PIXEL = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]}]
+PIXEL = [
+    {
+        "role": "user",
+        "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}],
+    }
+]
 TEXT = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
 
 
@@ -394,7 +470,8 @@ TEXT = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
 def test_in_flight_all_rows_or_none_have_images_where_weights_are_sharded(tmp_path, columns):
     some = Dataset.from_dict(columns)
     args, fsdp = ours(tmp_path, **IN_FLIGHT), {"ACCELERATE_USE_FSDP": "true"}
-    drawn = ours(tmp_path, score_groups=0, dynamic_sampling=8)  # another row may take the place of one with images
+    # another row may take the place of one with images
+    drawn = ours(tmp_path, score_groups=0, dynamic_sampling=8)
     one_ahead = ours(tmp_path, max_staleness=1)
     check_in_flight(args, some)
     with mock.patch.dict(os.environ, fsdp):
@@ -430,13 +507,19 @@ OFF = "node mode is off"
         (ours, {"vllm_mode": "colocate"}, [OFF, "vllm_mode='colocate'", "use_vllm=False"]),
         (ours, {"vllm_mode": "server"}, [OFF, "vllm_mode='server'", "use_vllm=False"]),
         (plain, {}, [OFF, "trl.GRPOConfig", "trl_multinode"]),
-        (plain, {"vllm_mode": "colocate", "use_vllm": True}, [OFF, "trl.GRPOConfig", "trl_multinode"]),
+        (
+            plain,
+            {"vllm_mode": "colocate", "use_vllm": True},
+            [OFF, "trl.GRPOConfig", "trl_multinode"],
+        ),
         (Derived, {"use_cpu": True, "bf16": False}, [OFF, "Derived", "trl.GRPOConfig"]),
         (ours, {BATCHING: True}, [BATCHING, "use_vllm=False"]),
         (ours, {BATCHING: True, "vllm_mode": "colocate"}, [BATCHING, "use_vllm=False"]),
     ],
 )
-def test_a_choice_that_may_surprise_is_reported_by_the_main_process(tmp_path, capsys, config, fields, words):
+def test_a_choice_that_may_surprise_is_reported_by_the_main_process(
+    tmp_path, capsys, config, fields, words
+):
     args = config(str(tmp_path), **fields)
     lines = choices(capsys, args)
     both = BATCHING in fields and "vllm_mode" in fields

@@ -13,7 +13,12 @@ from refusals import refused
 from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from trl_multinode.deepspeed_values import COMPARED, OF_SCHEDULER, check_deepspeed_values, differences
+from trl_multinode.deepspeed_values import (
+    COMPARED,
+    OF_SCHEDULER,
+    check_deepspeed_values,
+    differences,
+)
 
 quiet_machine, write = check_kit.quiet_machine, check_kit.write
 
@@ -67,10 +72,17 @@ def test_each_pair_is_compared_and_auto_or_an_unknown_argument_differs_from_noth
 def test_the_config_under_which_models_are_loaded_stays_that_of_the_launch():
     """transformers keeps the newest one: ZeRO-3 would load models with the compared one, or without any."""
     of_the_launch = HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 3}})
-    differences(config_with("train_batch_size", "auto") | {"gradient_clipping": 0.5}, ARGUMENTS, world_size=7)
+    differences(
+        config_with("train_batch_size", "auto") | {"gradient_clipping": 0.5},
+        ARGUMENTS,
+        world_size=7,
+    )
     gc.collect()
     try:
-        assert deepspeed._hf_deepspeed_config_weak_ref() is of_the_launch and is_deepspeed_zero3_enabled()
+        assert (
+            deepspeed._hf_deepspeed_config_weak_ref() is of_the_launch
+            and is_deepspeed_zero3_enabled()
+        )
     finally:
         deepspeed.unset_hf_deepspeed_config()
 
@@ -100,7 +112,9 @@ def test_a_check_of_the_launch_finds_them_too(write, tmp_path, monkeypatch):
     words = [str(script), "--output_dir", "o", "--dataset_name", "d", "--learning_rate", "1e-6"]
     for rate in (1e-5, "auto", 1e-6):
         optimizer = {"type": "AdamW", "params": {"lr": rate}}
-        (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero, "optimizer": optimizer}))
+        (tmp_path / "ds.json").write_text(
+            json.dumps({"zero_optimization": zero, "optimizer": optimizer})
+        )
         path = write(deepspeed_config=section)
         if rate == 1e-5:
             problem = only_problem(path, *words)

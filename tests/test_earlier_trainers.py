@@ -55,15 +55,23 @@ def test_the_engines_of_a_collected_trainer_end(tmp_path, monkeypatch):
         found = {"runs": not has_ended(engine, 0.0)}
         del first
         second = build(tmp_path / "second")
-        found["ended_before_the_next"] = has_ended(engine, 0.0) and len(host_module._with_engines) == 1
+        found["ended_before_the_next"] = (
+            has_ended(engine, 0.0) and len(host_module._with_engines) == 1
+        )
         second.train()
         found["limit_without_a_limit"] = second.max_completion_length
-        engine, dropped, folder = engine_of(second), weakref.ref(second), second.host.updates._fleet.folder
+        engine, dropped, folder = (
+            engine_of(second),
+            weakref.ref(second),
+            second.host.updates._fleet.folder,
+        )
         del second
         gc.collect()
         found["collected_after_training"] = dropped() is None
         found["ended"] = has_ended(engine)
-        for thread in [thread for thread in threading.enumerate() if thread.name.startswith("watch")]:
+        for thread in [
+            thread for thread in threading.enumerate() if thread.name.startswith("watch")
+        ]:
             thread.join(LIMIT_S)
         return found | {"folder_left": folder.exists(), "hosts": len(host_module._with_engines)}
 
@@ -79,7 +87,9 @@ class Hosts(list):
     add = list.append
 
 
-def host(gpus: str = "7", share: float | None = None, launched: bool = False, **engine_kwargs) -> SimpleNamespace:
+def host(
+    gpus: str = "7", share: float | None = None, launched: bool = False, **engine_kwargs
+) -> SimpleNamespace:
     """A host with one engine per letter of `gpus`, that notes what is done to it."""
     done: list[str] = []
     rank = SimpleNamespace(
@@ -88,7 +98,10 @@ def host(gpus: str = "7", share: float | None = None, launched: bool = False, **
         topology=SimpleNamespace(launched=launched, is_local_main=True), is_collected=False, report=done.append,
     )  # fmt: skip
     made = SimpleNamespace(
-        _rank=rank, done=done, close=lambda: done.append("close"), end_engines=lambda: done.append("end")
+        _rank=rank,
+        done=done,
+        close=lambda: done.append("close"),
+        end_engines=lambda: done.append("end"),
     )
     made._takes_gpus_of = lambda other: Closing._takes_gpus_of(made, other)
     return made
@@ -105,12 +118,16 @@ def host(gpus: str = "7", share: float | None = None, launched: bool = False, **
         (host(""), host(""), False),  # on a CPU
     ],
 )
-def test_a_cell_that_is_run_again_gets_the_gpus_of_the_trainer_that_it_replaces(monkeypatch, earlier, new, ends):
+def test_a_cell_that_is_run_again_gets_the_gpus_of_the_trainer_that_it_replaces(
+    monkeypatch, earlier, new, ends
+):
     """A name is bound again only when the new trainer is built, so the earlier one is not collected yet."""
     monkeypatch.setattr(host_module, "_with_engines", Hosts([earlier, new]))
     Closing.make_room(new)
     assert earlier.done == (["close"] if ends else [])
-    assert len(new.done) == ends and all("need the GPUs of an earlier trainer's" in line for line in new.done)
+    assert len(new.done) == ends and all(
+        "need the GPUs of an earlier trainer's" in line for line in new.done
+    )
 
 
 def test_ranks_of_a_launch_wait_for_each_other_only_at_their_end(monkeypatch):
@@ -127,7 +144,10 @@ def test_the_step_outlives_the_trainer_and_does_not_keep_it():
 
     ended: list[object] = []
     rank, trainer = RankContext.__new__(RankContext), Trainer()
-    rank.watch, rank.topology = SimpleNamespace(end_with=ended.append), SimpleNamespace(launched=False)
+    rank.watch, rank.topology = (
+        SimpleNamespace(end_with=ended.append),
+        SimpleNamespace(launched=False),
+    )
     closing = Closing.__new__(Closing)
     closing._rank = rank
     closing.follow(trainer)

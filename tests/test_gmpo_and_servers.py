@@ -43,7 +43,10 @@ def test_arguments_after_those_that_gmpo_names_are_found_by_name():
     assert bound_arguments(Their, None, "m", "r", train_dataset=[1], callbacks=[]) == {
         "model": "m", "reward_funcs": "r", "train_dataset": [1], "callbacks": [],
     }  # fmt: skip
-    assert bound_arguments(Their, None, "m", reward_funcs="r") == {"model": "m", "reward_funcs": "r"}
+    assert bound_arguments(Their, None, "m", reward_funcs="r") == {
+        "model": "m",
+        "reward_funcs": "r",
+    }
     assert bound_arguments(Plain, None, "m", args=3) == {"model": "m", "args": 3}
     with pytest.raises(TypeError, match="positional"):
         bound_arguments(Their, None, "m", "r", "a", "dataset")
@@ -51,9 +54,14 @@ def test_arguments_after_those_that_gmpo_names_are_found_by_name():
 
 @pytest.mark.nightly
 def test_gmpo_has_trls_defaults_of_its_own(monkeypatch, tmp_path):
-    assert trl_multinode.GMPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]).epsilon == 0.4
+    assert (
+        trl_multinode.GMPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]).epsilon
+        == 0.4
+    )
     monkeypatch.setattr(GMPOTrainer, "_config", staticmethod(lambda folder: folder))
-    assert GMPOTrainer._default_args(object.__new__(GMPOTrainer), "Qwen/Qwen3-8B") == "Qwen3-8B-GMPO"
+    assert (
+        GMPOTrainer._default_args(object.__new__(GMPOTrainer), "Qwen/Qwen3-8B") == "Qwen3-8B-GMPO"
+    )
 
 
 def test_a_teacher_that_no_server_has_ends_the_run_before_the_student_is_loaded(tmp_path):
@@ -86,11 +94,18 @@ def test_a_slash_at_the_end_of_the_teachers_url_is_removed(monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize("field", [{"max_staleness": 1}, IN_FLIGHT])
-def test_gmpo_refuses_rounds_ahead_in_its_own_config_and_in_that_of_another_trainer(field, tmp_path):
+def test_gmpo_refuses_rounds_ahead_in_its_own_config_and_in_that_of_another_trainer(
+    field, tmp_path
+):
     fields = {"use_cpu": True, "bf16": False, "report_to": [], **field}
     with refused("max_staleness", "GRPO", got=field["max_staleness"]):
         trl_multinode.GMPOConfig(str(tmp_path), **fields)
     args = trl_multinode.GRPOConfig(str(tmp_path), **fields)
     dataset = Dataset.from_dict({"prompt": ["a"] * 8})
     with refused("max_staleness", "GRPO", got=field["max_staleness"]):
-        GMPOTrainer(tiny_qwen2(), lambda completions, **_: [0.0] * len(completions), args=args, train_dataset=dataset)
+        GMPOTrainer(
+            tiny_qwen2(),
+            lambda completions, **_: [0.0] * len(completions),
+            args=args,
+            train_dataset=dataset,
+        )

@@ -27,7 +27,12 @@ META = {"rehearsal": False, "device": "NVIDIA X", "num_gpus": 1, "memory_gib": 8
 
 
 def row(result: str = "passed", **figures) -> dict:
-    return {"result": result, "why": None if result == "passed" else "because", "seconds": 1.5, "figures": figures}
+    return {
+        "result": result,
+        "why": None if result == "passed" else "because",
+        "seconds": 1.5,
+        "figures": figures,
+    }
 
 
 # ---- arguments
@@ -35,7 +40,9 @@ def row(result: str = "passed", **figures) -> dict:
 
 def test_without_a_gpu_it_is_one_line_and_exit_code_2():
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}
+    )
     assert done.returncode == 2, done.stderr
     (line,) = done.stdout.splitlines()
     assert "torch sees no GPU here" in line and "--rehearse" in line
@@ -51,8 +58,14 @@ def test_results_are_kept_after_each_stage_and_a_failed_stage_keeps_its_figures(
     with recorder.stage("b one") as figures:
         figures["worst"] = float("nan")
         raise AssertionError("too far apart\nand a second line")
-    ended = {event["key"]: event for event in events(tmp_path / "events.jsonl") if event["event"] == "end"}
-    assert ended["a one"]["result"] == "passed" and ended["a one"]["figures"] == {"fresh": 0.0003333}
+    ended = {
+        event["key"]: event
+        for event in events(tmp_path / "events.jsonl")
+        if event["event"] == "end"
+    }
+    assert ended["a one"]["result"] == "passed" and ended["a one"]["figures"] == {
+        "fresh": 0.0003333
+    }
     assert ended["b one"]["result"] == "failed" and ended["b one"]["figures"] == {"worst": "nan"}
     assert ended["b one"]["why"] == "AssertionError: too far apart"
 
@@ -65,7 +78,9 @@ def test_results_of_another_machine_or_commit_stay_until_their_stage_runs_again(
     assert {key: stage["result"] for key, stage in run["stages"].items()} == dict.fromkeys(
         ["a one", "b one"], "passed"
     )
-    merge(results, META | {"commit": "def"}, {"a one": row("skipped"), "b one": row(), "c one": row()})
+    merge(
+        results, META | {"commit": "def"}, {"a one": row("skipped"), "b one": row(), "c one": row()}
+    )
     assert [(run["meta"]["commit"], list(run["stages"])) for run in read(results)] == [
         (META["commit"], ["a one"]),
         ("def", ["b one", "c one"]),
@@ -93,7 +108,8 @@ def slow_job(monkeypatch) -> list[subprocess.Popen]:
         command = [sys.executable, "-c", SLOW, *arguments]
         started.append(subprocess.Popen(command, start_new_session=True, **keywords))
         log = Path(keywords["stdout"].name)
-        until(lambda: "stuck" in log.read_text(), "the end of stage a")  # so that only the limit can end the job
+        # so that only the limit can end the job
+        until(lambda: "stuck" in log.read_text(), "the end of stage a")
         return started[0]
 
     monkeypatch.setattr(running, "helper", helper)
@@ -102,9 +118,14 @@ def slow_job(monkeypatch) -> list[subprocess.Popen]:
 
 @pytest.mark.parametrize(
     ("limit_s", "left_s", "result", "why"),
-    [(2.0, 60.0, "failed", "no result after 2 s: stuck in stage b"), (60.0, 2.0, "skipped", "the time of the run")],
+    [
+        (2.0, 60.0, "failed", "no result after 2 s: stuck in stage b"),
+        (60.0, 2.0, "skipped", "the time of the run"),
+    ],
 )
-def test_a_limit_ends_a_job_and_what_was_measured_stays(slow_job, limit_s, left_s, result, why, tmp_path, monkeypatch):
+def test_a_limit_ends_a_job_and_what_was_measured_stays(
+    slow_job, limit_s, left_s, result, why, tmp_path, monkeypatch
+):
     monkeypatch.setattr(running, "STAGE_LIMIT_S", limit_s)
     results = gpu.Results(tmp_path / "gpu.json", META)
     job, deadline = Job("slow", "ab", print), time.monotonic() + left_s
@@ -144,7 +165,10 @@ def test_nothing_is_ticked_that_did_not_pass_on_a_gpu():
         return table.evidence(row, [{"meta": META, "stages": stages}])
 
     assert table.evidence(host, [run()]) == "✓ NVIDIA X, vLLM 0.26.0"
-    assert table.evidence(host, [run(), run(device="NVIDIA Y")]) == "✓ NVIDIA X, vLLM 0.26.0; NVIDIA Y, vLLM 0.26.0"
+    assert (
+        table.evidence(host, [run(), run(device="NVIDIA Y")])
+        == "✓ NVIDIA X, vLLM 0.26.0; NVIDIA Y, vLLM 0.26.0"
+    )
     assert table.evidence(host, []) == ""
     assert table.evidence(host, [run(rehearsal=True)]) == ""
     assert table.evidence(host, [run(), {"meta": META, "stages": {"b three": row("failed")}}]) == ""

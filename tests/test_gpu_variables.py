@@ -17,11 +17,23 @@ from trl_multinode.engine.settings import CPU_ENVIRONMENT
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.host.rank import RankContext
 from trl_multinode.node_settings import NodeSettings
-from trl_multinode.run.gpu_variables import check_gpu_variables, gpu_variable, only_visible, visible_devices
+from trl_multinode.run.gpu_variables import (
+    check_gpu_variables,
+    gpu_variable,
+    only_visible,
+    visible_devices,
+)
 from trl_multinode.run.topology import EngineDevices, Topology, assign_engines, idle_gpus
 
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
-NODE = Topology(rank=7, world_size=14, local_rank=0, ranks_per_node=7, node=1, num_nodes=2, launched=True)
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+)
+NODE = Topology(
+    rank=7, world_size=14, local_rank=0, ranks_per_node=7, node=1, num_nodes=2, launched=True
+)
 
 
 @pytest.fixture
@@ -37,7 +49,11 @@ def vllm_reads(monkeypatch):
     """vLLM's own check of the variables at the import of its ROCm platform, which cannot be imported without a GPU."""
     spec = importlib.util.find_spec("vllm")
     path = Path(spec.submodule_search_locations[0]) / "platforms" / "rocm.py"
-    functions = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    functions = {
+        node.name: node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
     found = {"os": os}
     exec(ast.unparse(functions["_sync_hip_cuda_env_vars"]), found)  # noqa: S102 - vLLM's own source
     return found["_sync_hip_cuda_env_vars"]
@@ -57,7 +73,11 @@ def set_all(monkeypatch, environ: dict[str, str]) -> None:
         ({"CUDA_VISIBLE_DEVICES": "2,3"}, ["2", "3"]),
         ({"HIP_VISIBLE_DEVICES": "6, 7", "CUDA_VISIBLE_DEVICES": "6,7"}, ["6", "7"]),
         ({"HIP_VISIBLE_DEVICES": "2,3", "ROCR_VISIBLE_DEVICES": "4,5,6,7"}, ["2", "3"]),
-        ({"ROCR_VISIBLE_DEVICES": "4,5,6,7"}, ["0", "1", "2", "3"]),  # indexes count within that list
+        # indexes count within that list
+        (
+            {"ROCR_VISIBLE_DEVICES": "4,5,6,7"},
+            ["0", "1", "2", "3"],
+        ),
         ({}, ["0", "1", "2", "3"]),
     ],
 )
@@ -65,11 +85,17 @@ def test_gpus_of_an_amd_node_are_those_that_torch_sees(amd, monkeypatch, environ
     set_all(monkeypatch, environ)
     check_gpu_variables(os.environ)
     parsed = torch.cuda._parse_visible_devices()
-    assert visible_devices(os.environ, min(4, len(parsed))) == names == [str(gpu) for gpu in parsed[:4]]
+    assert (
+        visible_devices(os.environ, min(4, len(parsed)))
+        == names
+        == [str(gpu) for gpu in parsed[:4]]
+    )
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("environ", [{}, {"HIP_VISIBLE_DEVICES": "6,7"}, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}])
+@pytest.mark.parametrize(
+    "environ", [{}, {"HIP_VISIBLE_DEVICES": "6,7"}, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}]
+)
 def test_vllm_on_rocm_accepts_the_variables_of_an_engine(amd, monkeypatch, vllm_reads, environ):
     kept = {
         "ROCR_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
@@ -83,7 +109,8 @@ def test_vllm_on_rocm_accepts_the_variables_of_an_engine(amd, monkeypatch, vllm_
     assert found["HIP_VISIBLE_DEVICES"] == found["CUDA_VISIBLE_DEVICES"] == names[-1]
     monkeypatch.setattr(os, "environ", found)
     vllm_reads()
-    monkeypatch.setattr(os, "environ", {**found, "HIP_VISIBLE_DEVICES": "3"})  # the control: the rank's own, kept
+    # the control: the rank's own, kept
+    monkeypatch.setattr(os, "environ", {**found, "HIP_VISIBLE_DEVICES": "3"})
     with pytest.raises(ValueError, match="Inconsistent GPU visibility"):
         vllm_reads()
 
@@ -100,7 +127,11 @@ def test_an_engine_on_a_cpu_sees_no_gpu_of_either_make():
             "differ on node 1 (got 4,5,6,7 and 0,1,2,3, expected equal lists or one variable)",
             "Unset CUDA_VISIBLE_DEVICES",
         ),
-        ({"HIP_VISIBLE_DEVICES": "GPU-e1f0,1"}, "names GPU-e1f0 on node 1 (expected indexes)", "Write indexes"),
+        (
+            {"HIP_VISIBLE_DEVICES": "GPU-e1f0,1"},
+            "names GPU-e1f0 on node 1 (expected indexes)",
+            "Write indexes",
+        ),
         (
             {"CUDA_VISIBLE_DEVICES": "4,5", "ROCR_VISIBLE_DEVICES": "4,5"},
             "CUDA_VISIBLE_DEVICES names GPU 4 on node 1, but ROCR_VISIBLE_DEVICES=4,5 leaves 2 (got 4,5, expected "
@@ -124,7 +155,9 @@ def test_variables_that_vllm_refuses_or_that_hide_everything_are_refused_before_
 
 
 def test_an_engine_gets_a_gpu_that_hip_shows_although_torch_counts_more(amd, monkeypatch):
-    set_all(monkeypatch, {"ROCR_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    set_all(
+        monkeypatch, {"ROCR_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    )
     assert len(torch.cuda._parse_visible_devices()) == 8
     topology = Topology(0, 3, 0, 3, 0, 1, launched=True)
     assert assign_engines(topology, 8, None, None, 1).per_engine == (("7",),)
@@ -133,7 +166,11 @@ def test_an_engine_gets_a_gpu_that_hip_shows_although_torch_counts_more(amd, mon
 def test_a_torch_for_cuda_ignores_the_variables_of_amd(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    environ = {"HIP_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "GPU-ab,MIG-cd"}
+    environ = {
+        "HIP_VISIBLE_DEVICES": "0",
+        "ROCR_VISIBLE_DEVICES": "0",
+        "CUDA_VISIBLE_DEVICES": "GPU-ab,MIG-cd",
+    }
     check_gpu_variables(environ)
     assert gpu_variable(environ) == "CUDA_VISIBLE_DEVICES"
     assert visible_devices(environ, 2) == ["GPU-ab", "MIG-cd"]
@@ -141,9 +178,13 @@ def test_a_torch_for_cuda_ignores_the_variables_of_amd(monkeypatch):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["xpu", "npu"])
-def test_devices_of_other_makers_are_refused_instead_of_engines_on_the_cpu(monkeypatch, tmp_path, kind):
+def test_devices_of_other_makers_are_refused_instead_of_engines_on_the_cpu(
+    monkeypatch, tmp_path, kind
+):
     device = SimpleNamespace(type=kind)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: device
+    )
     args = MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
     rank = RankContext.__new__(RankContext)
     rank.args, rank.topology, rank.settings = args, NODE, NodeSettings.of(args)
@@ -179,4 +220,8 @@ def test_idle_gpus_are_reported_once_per_node_with_the_cure(amd, monkeypatch, tm
     with caplog.at_level(logging.WARNING), pytest.raises(pytest.fail.Exception, match="stop"):
         RankContext(MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
     (line,) = [record.message for record in caplog.records if "idle" in record.message]
-    assert line == f"node 0: {idle_gpus(devices)}" and "GPU 7 would be idle" in line and "(got 1 idle" in line
+    assert (
+        line == f"node 0: {idle_gpus(devices)}"
+        and "GPU 7 would be idle" in line
+        and "(got 1 idle" in line
+    )

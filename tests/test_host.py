@@ -28,11 +28,15 @@ from trl_multinode.run.topology import EngineDevices, Topology
 from trl_multinode.wire.stop_signals import PREEMPT_VARIABLE
 
 ONE_RESERVED = EngineDevices((("7",),), shared_with_training=False)
-NODE_1 = Topology(rank=7, world_size=14, local_rank=0, ranks_per_node=7, node=1, num_nodes=2, launched=True)
+NODE_1 = Topology(
+    rank=7, world_size=14, local_rank=0, ranks_per_node=7, node=1, num_nodes=2, launched=True
+)
 
 
 def config(tmp_path, **settings):
-    return MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, **settings)
+    return MultiNodeGRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, num_generations=2, **settings
+    )
 
 
 def settings(tmp_path, devices=ONE_RESERVED, dtype=torch.bfloat16, max_num_seqs=32, **fields):
@@ -107,7 +111,13 @@ def test_a_dataset_smaller_than_a_generation_batch_is_refused(tmp_path):
 @pytest.mark.fault("22")
 def test_batches_that_hold_no_whole_groups_are_told_with_ones_that_do(tmp_path):
     with refused("num_generations", "8, 16 or 32", got=8):
-        MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=8, per_device_train_batch_size=3)
+        MultiNodeGRPOConfig(
+            str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            num_generations=8,
+            per_device_train_batch_size=3,
+        )
 
 
 def test_engines_get_nothing_that_would_join_them_to_the_trainers_and_no_token(monkeypatch):
@@ -135,10 +145,17 @@ def test_engines_get_nothing_that_would_join_them_to_the_trainers_and_no_token(m
 def test_an_engine_logs_its_start_although_trl_has_asked_vllm_for_silence(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # as `import trl` does
     silenced = engine_environment({})
-    assert (silenced["VLLM_LOGGING_LEVEL"], silenced["TRL_MULTINODE_VLLM_LOGGING_LEVEL"]) == ("INFO", "ERROR")
-    script = "from trl_multinode.engine.environment import logging_levels as levels; print(levels())"
+    assert (silenced["VLLM_LOGGING_LEVEL"], silenced["TRL_MULTINODE_VLLM_LOGGING_LEVEL"]) == (
+        "INFO",
+        "ERROR",
+    )
+    script = (
+        "from trl_multinode.engine.environment import logging_levels as levels; print(levels())"
+    )
     chosen = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
-    printed = subprocess.run([sys.executable, "-c", script], env=chosen, capture_output=True, text=True, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-c", script], env=chosen, capture_output=True, text=True, check=True
+    )
     assert printed.stdout.strip() == "{}"  # the user's own choice holds from the beginning
 
 
@@ -157,15 +174,27 @@ def test_rows_in_flight_count_all_ranks_of_the_node(tmp_path):
     assert settings(tmp_path, two).window == 12  # of 16 that are a rank's share of one engine
     # nothing is left to balance: rows held back would wait for others beside free places of the only engine
     assert settings(tmp_path).window >= 7 * 32
-    chosen = settings(tmp_path, two, engine_kwargs='{"max_num_seqs": 70}')  # JSON, as on a command line
+    # JSON, as on a command line
+    chosen = settings(tmp_path, two, engine_kwargs='{"max_num_seqs": 70}')
     assert chosen.arguments(tmp_path, 0)["max_num_seqs"] == 70 and chosen.window == 7
 
 
-def test_an_engine_has_room_for_the_open_rounds_but_not_for_more_than_vllm_can_run_at_once(tmp_path):
-    assert settings(tmp_path, max_num_seqs=256).max_num_seqs == 1024  # of 7 x 256; vLLM did not start with 2048
-    assert settings(tmp_path, max_num_seqs=256, engine_kwargs={"max_num_seqs": 1792}).max_num_seqs == 1792
-    open_rounds = SimpleNamespace(in_flight=True, max_staleness=3, engine_kwargs={}, vllm_tensor_parallel_size=1)
-    rows = [EngineSettings(open_rounds, NODE_1, ONE_RESERVED, None, {"max_num_seqs": n}).max_num_seqs for n in (8, 64)]
+def test_an_engine_has_room_for_the_open_rounds_but_not_for_more_than_vllm_can_run_at_once(
+    tmp_path,
+):
+    # of 7 x 256; vLLM did not start with 2048
+    assert settings(tmp_path, max_num_seqs=256).max_num_seqs == 1024
+    assert (
+        settings(tmp_path, max_num_seqs=256, engine_kwargs={"max_num_seqs": 1792}).max_num_seqs
+        == 1792
+    )
+    open_rounds = SimpleNamespace(
+        in_flight=True, max_staleness=3, engine_kwargs={}, vllm_tensor_parallel_size=1
+    )
+    rows = [
+        EngineSettings(open_rounds, NODE_1, ONE_RESERVED, None, {"max_num_seqs": n}).max_num_seqs
+        for n in (8, 64)
+    ]
     assert rows == [4 * 7 * 8, 1024]
 
 
@@ -180,7 +209,10 @@ def test_an_engine_has_room_for_the_open_rounds_but_not_for_more_than_vllm_can_r
     ],
 )
 def test_an_engine_computes_prompts_while_all_its_rows_generate(chosen, rows, default, expected):
-    assert batch_tokens(SimpleNamespace(max_num_batched_tokens=chosen, max_num_seqs=rows), default) == expected
+    assert (
+        batch_tokens(SimpleNamespace(max_num_batched_tokens=chosen, max_num_seqs=rows), default)
+        == expected
+    )
 
 
 def test_engines_of_all_nodes_have_different_seeds_and_their_own_gpus(tmp_path):
@@ -201,10 +233,15 @@ def test_the_engines_type_follows_training_and_can_be_set(tmp_path):
     assert engine_dtype(NodeSettings.of(config(tmp_path)), model) == torch.float32
     assert engine_dtype(NodeSettings(bf16=True), model) == torch.bfloat16
     assert engine_dtype(NodeSettings(fp16=True), model) == torch.float16
-    assert engine_dtype(NodeSettings.of(config(tmp_path, engine_kwargs={"dtype": "float16"})), model) == torch.float16
+    assert (
+        engine_dtype(NodeSettings.of(config(tmp_path, engine_kwargs={"dtype": "float16"})), model)
+        == torch.float16
+    )
 
 
-def test_a_failed_check_in_a_single_process_ends_its_watch_and_frees_its_folder(tmp_path, monkeypatch):
+def test_a_failed_check_in_a_single_process_ends_its_watch_and_frees_its_folder(
+    tmp_path, monkeypatch
+):
     """In a notebook the user mends the setting and builds the next trainer."""
 
     def ending() -> dict:
@@ -214,7 +251,11 @@ def test_a_failed_check_in_a_single_process_ends_its_watch_and_frees_its_folder(
     threads = threading.enumerate()
     with refused("TRL_MULTINODE_PREEMPT_SIGNAL", got="TERM"):
         NodeHost(config(tmp_path))
-    assert not [thread for thread in threading.enumerate() if thread not in threads and thread.name == "watch"]
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread not in threads and thread.name == "watch"
+    ]
     assert not (tmp_path / "_multinode/owner.json").exists()
     assert ending()["code"] == CONFIGURATION and "USR1 or USR2" in ending()["cause"]
     monkeypatch.delenv(PREEMPT_VARIABLE)

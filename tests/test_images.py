@@ -14,7 +14,9 @@ CAT = object()
 def accelerator(flags: list[bool], stage: int | None = 3):
     plugin = stage and SimpleNamespace(zero_stage=stage)
     state = SimpleNamespace(deepspeed_plugin=plugin, fsdp_plugin=None)
-    return SimpleNamespace(state=state, device="cpu", gather=lambda mine: torch.tensor([bool(mine), *flags]))
+    return SimpleNamespace(
+        state=state, device="cpu", gather=lambda mine: torch.tensor([bool(mine), *flags])
+    )
 
 
 def test_prompts_without_a_picture_get_empty_lists_and_keep_their_columns():
@@ -23,7 +25,9 @@ def test_prompts_without_a_picture_get_empty_lists_and_keep_their_columns():
     assert [row["image"] for row in with_lists_of_images(rows)] == [CAT, None]
 
 
-@pytest.mark.parametrize("rows", [[{"prompt": "a"}], [{"image": CAT}], [{"images": [CAT]}, {"images": []}]])
+@pytest.mark.parametrize(
+    "rows", [[{"prompt": "a"}], [{"image": CAT}], [{"images": [CAT]}, {"images": []}]]
+)
 def test_other_rows_are_left_as_they_are(rows):
     assert with_lists_of_images(rows) is rows
 

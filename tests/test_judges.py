@@ -7,7 +7,13 @@ from dataclasses import asdict, replace
 import pytest
 
 from trl_multinode.run.heartbeats.activity import RankActivity
-from trl_multinode.run.heartbeats.judges import JUDGE_LATE_S, NAME_EVERY_S, Limits, NodeJudge, RunJudge
+from trl_multinode.run.heartbeats.judges import (
+    JUDGE_LATE_S,
+    NAME_EVERY_S,
+    Limits,
+    NodeJudge,
+    RunJudge,
+)
 from trl_multinode.run.heartbeats.rank_state import RankState
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.phases import Phases
@@ -24,7 +30,11 @@ ALIVE = RankState(
 
 def world(**changes) -> list[RankState]:
     """States of four ranks on two nodes; `r3=...` changes rank 3, other keywords all ranks."""
-    per_rank = {int(name[1:]): changes.pop(name) for name in list(changes) if name[0] == "r" and name[1:].isdigit()}
+    per_rank = {
+        int(name[1:]): changes.pop(name)
+        for name in list(changes)
+        if name[0] == "r" and name[1:].isdigit()
+    }
     return [replace(ALIVE, rank=rank, **(changes | per_rank.get(rank, {}))) for rank in range(4)]
 
 
@@ -40,10 +50,11 @@ class Store:
 
     def multi_get(self, keys) -> list[bytes]:
         nodes = (self.states[:2], self.states[2:])
+        # of all nodes, because `check` found all
         return [
             f"{number} {json.dumps([asdict(state) for state in node])}".encode()
             for number, node in zip(self.number, nodes, strict=True)
-        ]  # of all nodes, because `check` found all
+        ]
 
 
 def judged(states: list[RankState], limits: Limits = LIMITS) -> str | None:
@@ -51,8 +62,13 @@ def judged(states: list[RankState], limits: Limits = LIMITS) -> str | None:
 
 
 def test_a_silent_rank_ends_the_run_with_its_place_and_frames():
-    line = NodeJudge(TOPOLOGY, LIMITS).judge(100.0, world(r1={"silent_s": 31.0, "idle_s": 31.0, "phase_s": 40.0})[:2])
-    assert line.startswith("PeerFailureError: rank 1 (node 0) ") and "CPU for 31 s (`heartbeat_timeout` 30 s)" in line
+    line = NodeJudge(TOPOLOGY, LIMITS).judge(
+        100.0, world(r1={"silent_s": 31.0, "idle_s": 31.0, "phase_s": 40.0})[:2]
+    )
+    assert (
+        line.startswith("PeerFailureError: rank 1 (node 0) ")
+        and "CPU for 31 s (`heartbeat_timeout` 30 s)" in line
+    )
     assert line.endswith(f"phase train of step 5 for 40 s, at {FRAMES}")
 
 
@@ -71,7 +87,9 @@ def test_silence_that_ends_nothing(changes, limits):
 
 
 def test_before_the_first_sync_the_limit_is_that_of_the_engines_start():
-    line = NodeJudge(TOPOLOGY, LIMITS).judge(0.0, world(synced=False, r0={"silent_s": 901.0, "idle_s": 901.0})[:2])
+    line = NodeJudge(TOPOLOGY, LIMITS).judge(
+        0.0, world(synced=False, r0={"silent_s": 901.0, "idle_s": 901.0})[:2]
+    )
     assert "(`engine_start_timeout` 900 s)" in line
 
 
@@ -81,7 +99,11 @@ def test_a_rank_that_works_without_heartbeats_is_reported_and_ends_the_run_later
         assert judge.judge(now, world(r0={"silent_s": 31.0 + now, "idle_s": 0.1})[:2]) is None
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
-    assert "rank 0 (node 0)" in lines[0] and "31 s but uses the CPU" in lines[0] and "phase train" in lines[0]
+    assert (
+        "rank 0 (node 0)" in lines[0]
+        and "31 s but uses the CPU" in lines[0]
+        and "phase train" in lines[0]
+    )
     line = judge.judge(700.0, world(r0={"silent_s": 601.0, "idle_s": 0.1})[:2])
     assert "rank 0 (node 0)" in line and "(`stuck_timeout` 600 s)" in line and "CPU" in line
 
@@ -96,7 +118,11 @@ def test_a_silent_node_ends_the_run_unless_the_judge_was_suspended():
         line = judge.judge(now, store)
         assert (line is not None) == (now > start + 30.0), (now - start, line)
         now += 1.0
-    assert "node 1 (ranks 2 to 3)" in line and "(`heartbeat_timeout` 30 s)" in line and "rank 2 (node 1)" in line
+    assert (
+        "node 1 (ranks 2 to 3)" in line
+        and "(`heartbeat_timeout` 30 s)" in line
+        and "rank 2 (node 1)" in line
+    )
     assert judge.judge(now + JUDGE_LATE_S + 1, store) is None
     assert judge.judge(now + JUDGE_LATE_S + 20, store) is None  # late again
     assert judge.judge(now + JUDGE_LATE_S + 21, store) is None
@@ -138,7 +164,9 @@ def test_ranks_behind_the_others_are_reported(capsys):
 
 
 @pytest.mark.parametrize("synced", [False, True])
-def test_a_meeting_has_a_line_of_its_own_about_late_ranks_and_those_without_a_trainer(capsys, synced):
+def test_a_meeting_has_a_line_of_its_own_about_late_ranks_and_those_without_a_trainer(
+    capsys, synced
+):
     late = {"meeting": 6, "waits_s": 0.0, "phase": "reward", "phase_s": 22.0, "same_s": 0.0}
     waiting = {"phase": "wait", "synced": synced}
     judged(world(waits_s=14.0, r3=late, **waiting))
@@ -146,10 +174,15 @@ def test_a_meeting_has_a_line_of_its_own_about_late_ranks_and_those_without_a_tr
     assert capsys.readouterr().out == ""
     judged(world(waits_s=16.0, same_s=60.0, r3=late, **waiting))
     (line,) = capsys.readouterr().out.splitlines()
-    assert f"3 ranks waiting 16 s for rank 3 (node 1), in phase reward of step 5 for 22 s, at {FRAMES}" in line
+    assert (
+        f"3 ranks waiting 16 s for rank 3 (node 1), in phase reward of step 5 for 22 s, at {FRAMES}"
+        in line
+    )
     judged(world(waits_s=16.0, r1=late, r2=late, **waiting)[:3])
     (line,) = capsys.readouterr().out.splitlines()
-    assert "node 0, rank 0: 1 rank waiting 16 s for 3 ranks: rank 1 (node 0), in phase reward" in line
+    assert (
+        "node 0, rank 0: 1 rank waiting 16 s for 3 ranks: rank 1 (node 0), in phase reward" in line
+    )
     assert line.endswith("; rank 3 (node 1), without a trainer")
 
 
@@ -161,7 +194,13 @@ def test_what_may_take_long_and_what_counts_as_progress(tmp_path):
     with activity.inside():
         assert not activity().may_take_long
         before = activity()
-        for phase, long in (("reward", True), ("generate", True), ("push", True), ("train", False), ("sync", False)):
+        for phase, long in (
+            ("reward", True),
+            ("generate", True),
+            ("push", True),
+            ("train", False),
+            ("sync", False),
+        ):
             with phases(phase):
                 assert activity().may_take_long == long
                 assert activity().left == f"rows of {phase}" and activity().step == 4

@@ -58,14 +58,20 @@ def test_a_name_of_an_object_is_that_of_its_class_or_its_own_again_afterwards():
 
 
 def test_an_error_inside_brings_the_name_back():
-    with pytest.raises(ZeroDivisionError, match="mine"), replaced(grpo_trainer, "gather_object", None):
+    with (
+        pytest.raises(ZeroDivisionError, match="mine"),
+        replaced(grpo_trainer, "gather_object", None),
+    ):
         raise ZeroDivisionError("mine")
     assert grpo_trainer.gather_object is not None
 
 
 def test_a_name_that_has_moved_is_an_error_with_version_cure_and_page(monkeypatch):
     monkeypatch.setattr(libraries, "installed", lambda library: "1.17.0")
-    with pytest.raises(AttributeError, match="NoSuchName") as error, replaced(grpo_trainer, "NoSuchName", None):
+    with (
+        pytest.raises(AttributeError, match="NoSuchName") as error,
+        replaced(grpo_trainer, "NoSuchName", None),
+    ):
         pass
     versions = ["trl 1.17.0", trl_multinode.__version__, f"`pip install '{WORKS}'`"]
     parts = ["trl.trainer.grpo_trainer", *versions, "docs/inside/upgrading.md"]
@@ -109,7 +115,12 @@ def test_an_experimental_trainer_that_trl_lacks_is_a_plain_error(monkeypatch):
     without_gold(monkeypatch)
     with pytest.raises(ImportError, match=r"trl_multinode\.GOLDTrainer") as error:
         trl_multinode.GOLDTrainer  # noqa: B018
-    parts = [f"trl {VERSION}", "trl.experimental.gold", libraries.upgrade_command(), "docs/inside/upgrading.md"]
+    parts = [
+        f"trl {VERSION}",
+        "trl.experimental.gold",
+        libraries.upgrade_command(),
+        "docs/inside/upgrading.md",
+    ]
     assert all(part in str(error.value) for part in parts)
 
 
@@ -140,18 +151,24 @@ def test_the_cause_of_an_error_that_trl_wraps_is_named(monkeypatch):
         try:
             from transformers.trainer import NoSuchName  # noqa: F401
         except ImportError as error:
-            raise RuntimeError(f"Failed to import trl.trainer because of the following error:\n{error}") from error
+            raise RuntimeError(
+                f"Failed to import trl.trainer because of the following error:\n{error}"
+            ) from error
 
     broken = ModuleType("trl")
     broken.__getattr__ = lazily
     forget(monkeypatch, "trl_multinode.trainers")
     monkeypatch.setitem(sys.modules, "trl", broken)
-    with pytest.raises(ImportError, match=r"transformers [\d.]+ .*`NoSuchName`.* transformers\.trainer"):
+    with pytest.raises(
+        ImportError, match=r"transformers [\d.]+ .*`NoSuchName`.* transformers\.trainer"
+    ):
         trl_multinode.RLOOTrainer  # noqa: B018
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("error", [ImportError("no name", name="PIL"), RuntimeError("out of memory"), ImportError()])
+@pytest.mark.parametrize(
+    "error", [ImportError("no name", name="PIL"), RuntimeError("out of memory"), ImportError()]
+)
 def test_any_other_error_stays_as_it_is(error):
     assert libraries.explanation(error, "GRPOTrainer") is None
 
@@ -159,7 +176,9 @@ def test_any_other_error_stays_as_it_is(error):
 @pytest.mark.nightly
 def test_a_library_that_is_not_installed_is_named_as_such(monkeypatch):
     monkeypatch.setattr(libraries, "installed", lambda library: None)
-    reason = libraries.explanation(ModuleNotFoundError("No module named 'trl'", name="trl"), "GRPOTrainer")
+    reason = libraries.explanation(
+        ModuleNotFoundError("No module named 'trl'", name="trl"), "GRPOTrainer"
+    )
     assert "trl is not installed" in reason and f"`pip install '{WORKS}'`" in reason
 
 
@@ -168,8 +187,14 @@ def test_a_library_that_is_not_installed_is_named_as_such(monkeypatch):
     ("direct_url", "command"),
     [
         (None, "`pip install --upgrade trl-multinode`"),
-        ('{"url": "https://x.org/trl_multinode.whl", "archive_info": {}}', "`pip install --upgrade trl-multinode`"),
-        ('{"url": "file:///my/clone", "dir_info": {"editable": true}}', "`git pull && pip install .` in /my/clone"),
+        (
+            '{"url": "https://x.org/trl_multinode.whl", "archive_info": {}}',
+            "`pip install --upgrade trl-multinode`",
+        ),
+        (
+            '{"url": "file:///my/clone", "dir_info": {"editable": true}}',
+            "`git pull && pip install .` in /my/clone",
+        ),
     ],
 )
 def test_the_upgrade_command_is_that_of_the_installation(monkeypatch, direct_url, command):
@@ -198,12 +223,19 @@ def test_every_imported_library_is_declared():
     declared = {Requirement(line).name.lower() for line in lines}
     declared.add("pillow")  # vLLM requires it, and only an engine's process imports it
     homes = importlib.metadata.packages_distributions()
-    names = {module: {name.lower() for name in homes.get(module, [module])} for module in imported_libraries()}
+    names = {
+        module: {name.lower() for name in homes.get(module, [module])}
+        for module in imported_libraries()
+    }
     missing = {module for module, found in names.items() if not (found | {module}) & declared}
     assert len(names) > 10 and missing == set()
 
 
 def test_the_range_of_vllm_that_a_run_checks_is_that_of_the_package():
-    (line,) = (line for line in map(Requirement, PROJECT["optional-dependencies"]["gpu"]) if line.name == "vllm")
+    (line,) = (
+        line
+        for line in map(Requirement, PROJECT["optional-dependencies"]["gpu"])
+        if line.name == "vllm"
+    )
     bounds = {part.operator: Version(part.version).release[:2] for part in line.specifier}
     assert (bounds[">="], bounds["<"]) == VLLM_RANGE

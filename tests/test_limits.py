@@ -48,10 +48,17 @@ def test_a_launcher_with_a_low_limit_of_files_serves_all_ranks_once_a_rank_has_r
     def launcher(_: int) -> None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         inherited = max(map(int, os.listdir("/proc/self/fd")))  # from this test's process
-        while os.open(os.devnull, os.O_RDONLY) < inherited:  # numbers that are free below would come on top
+        # numbers that are free below would come on top
+        while os.open(os.devnull, os.O_RDONLY) < inherited:
             pass
         resource.setrlimit(resource.RLIMIT_NOFILE, (inherited + FEW_FILES, hard))
-        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=HANG_S), wait_for_workers=False)
+        store = TCPStore(
+            "127.0.0.1",
+            0,
+            is_master=True,
+            timeout=timedelta(seconds=HANG_S),
+            wait_for_workers=False,
+        )
         rank = FORK.Process(target=connect_all, args=(store.port,))
         rank.start()
         rank.join()
@@ -60,14 +67,19 @@ def test_a_launcher_with_a_low_limit_of_files_serves_all_ranks_once_a_rank_has_r
         assert one.wait() == 0
         assert ("all connected" in one.text) == raised, one.text
         if not raised:
-            assert "PeerFailureError: node 0, rank 1 cannot connect to the run's store at 127.0.0.1:" in one.text
+            assert (
+                "PeerFailureError: node 0, rank 1 cannot connect to the run's store at 127.0.0.1:"
+                in one.text
+            )
             assert file_limit_cure(4) in one.text
 
 
 @pytest.mark.nightly
 def test_the_cure_grows_with_the_run():
     assert "`ulimit -n 4096`" in file_limit_cure(4)
-    assert "no file descriptors left for 2044 ranks" in file_limit_cure(2044) and "-n 6196" in file_limit_cure(2044)
+    assert "no file descriptors left for 2044 ranks" in file_limit_cure(
+        2044
+    ) and "-n 6196" in file_limit_cure(2044)
 
 
 @pytest.mark.nightly
@@ -75,7 +87,9 @@ def test_the_cure_grows_with_the_run():
 def test_a_shell_between_launcher_and_rank_does_not_hide_the_launcher():
     code = "import os; from trl_multinode.run import limits; print(limits.launchers()[-1])"
     shell = ["sh", "-c", f"{sys.executable} -c '{code}'; true"]
-    assert int(subprocess.run(shell, capture_output=True, text=True, check=True).stdout) == os.getpid()
+    assert (
+        int(subprocess.run(shell, capture_output=True, text=True, check=True).stdout) == os.getpid()
+    )
 
 
 # ---- connections that are reset
@@ -99,7 +113,10 @@ def test_a_call_is_repeated_after_a_reset_also_below_a_prefix(link, capsys):
     assert link.reset()
     assert client.add("count", 1) == 1 and below.multi_get(["key"]) == [b"before"]
     out = capsys.readouterr().out
-    assert out.count("node 1, rank 2: a connection to the run's store was reset; opened again after") == 2
+    assert (
+        out.count("node 1, rank 2: a connection to the run's store was reset; opened again after")
+        == 2
+    )
 
 
 @pytest.mark.nightly
@@ -199,7 +216,9 @@ def test_ranks_of_a_node_read_each_others_slots(tmp_path, store):
         assert [rank.result for rank in ranks] == [[0, 200]] * 2  # the frames are cut to fit
 
 
-@pytest.mark.parametrize("what", ["a file", "other memory", "too short", "a path", "no number", "nothing"])
+@pytest.mark.parametrize(
+    "what", ["a file", "other memory", "too short", "a path", "no number", "nothing"]
+)
 def test_nothing_but_the_memory_of_a_rank_is_opened_for_a_name_in_the_store(tmp_path, what):
     """Whoever reaches the port of the store can write there: a file of the user would be overwritten."""
     file = tmp_path / "precious"
@@ -209,7 +228,9 @@ def test_nothing_but_the_memory_of_a_rank_is_opened_for_a_name_in_the_store(tmp_
         "other memory": lambda: os.memfd_create("other"),
         "too short": lambda: os.memfd_create(NAME),
     }.get(what, lambda: os.open("/dev/null", os.O_RDWR))()
-    place = {"a path": str(file), "no number": "../precious 1", "nothing": ""}.get(what, f"{os.getpid()} {handle}")
+    place = {"a path": str(file), "no number": "../precious 1", "nothing": ""}.get(
+        what, f"{os.getpid()} {handle}"
+    )
     with pytest.raises(OSError, match="store|not the memory|bytes"):
         open_shared(place, 8192)
     os.close(handle)

@@ -40,7 +40,8 @@ def test_nobody_leaves_a_meeting_before_the_last_one_has_come(tmp_path, store):
         watch, meeting = enter(rank, store)
         times = []
         for number in range(6):
-            time.sleep(0.2 if number % RANKS == rank else 0.0)  # another one is the last every time, on most machines
+            # another one is the last every time, on most machines
+            time.sleep(0.2 if number % RANKS == rank else 0.0)
             came = time.monotonic()
             meeting.wait()
             times.append([came, time.monotonic()])
@@ -53,7 +54,9 @@ def test_nobody_leaves_a_meeting_before_the_last_one_has_come(tmp_path, store):
             assert all(left >= last for _, left in meeting)  # on one computer: one clock
 
 
-def test_late_ranks_are_named_with_their_node_and_state_by_one_rank_per_side(tmp_path, store, monkeypatch):
+def test_late_ranks_are_named_with_their_node_and_state_by_one_rank_per_side(
+    tmp_path, store, monkeypatch
+):
     monkeypatch.setattr(judges, "LATE_EVERY_S", 1.5)
     monkeypatch.setattr(judges, "READ_STATES_EVERY_S", 0.5)
 
@@ -78,7 +81,8 @@ def test_late_ranks_are_named_with_their_node_and_state_by_one_rank_per_side(tmp
         assert not (lines[0] and lines[1]) and not (lines[2] and lines[3])
         for text in (line for of_rank in lines for line in of_rank):
             assert re.search(
-                r"3 ranks waiting \d+ s for rank 3 \(node 1\), in phase reward of step 4 for \d+ s", text
+                r"3 ranks waiting \d+ s for rank 3 \(node 1\), in phase reward of step 4 for \d+ s",
+                text,
             ), text
 
 
@@ -97,7 +101,8 @@ def test_a_store_that_ends_during_a_meeting_ends_the_run_with_its_line(tmp_path,
         store.end()
         assert [rank.wait() for rank in ranks] == [exit_codes.PEER_LOST] * RANKS
         assert all(
-            "PeerFailureError" in rank.text.splitlines()[-1] and "node 0" in rank.text.splitlines()[-1]
+            "PeerFailureError" in rank.text.splitlines()[-1]
+            and "node 0" in rank.text.splitlines()[-1]
             for rank in ranks
         )
 

@@ -10,7 +10,9 @@ import trl
 import trl_multinode
 from trl_multinode import GRPOTrainer
 
-OURS = {f"{name}{kind}" for name in ("GRPO", "RLOO", "Distillation") for kind in ("Config", "Trainer")}
+OURS = {
+    f"{name}{kind}" for name in ("GRPO", "RLOO", "Distillation") for kind in ("Config", "Trainer")
+}
 
 
 def imported(statement: str) -> dict[str, object]:
@@ -33,7 +35,17 @@ def test_the_names_beside_the_trainer_in_trls_own_scripts_come_along():
 
     assert TrlParser is trl.TrlParser and get_peft_config is trl.get_peft_config
     _, args, _ = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config(
-        ["--dataset_name", "x", "--output_dir", "out", "--use_cpu", "--bf16", "false", "--max_staleness", "1"]
+        [
+            "--dataset_name",
+            "x",
+            "--output_dir",
+            "out",
+            "--use_cpu",
+            "--bf16",
+            "false",
+            "--max_staleness",
+            "1",
+        ]
     )
     assert args.max_staleness == 1 and args.vllm_mode == "node"
 
@@ -45,7 +57,12 @@ def test_dir_lists_what_can_be_imported():
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("GRPOTrainr", "'GRPOTrainer'"), ("TrlParsr", "'TrlParser'"), ("OnlineDPOTrainr", ""), ("grpo", "")],
+    [
+        ("GRPOTrainr", "'GRPOTrainer'"),
+        ("TrlParsr", "'TrlParser'"),
+        ("OnlineDPOTrainr", ""),
+        ("grpo", ""),
+    ],
 )
 def test_a_name_that_neither_package_has_names_both_and_the_nearest_one(name, nearest):
     with pytest.raises(AttributeError, match=f"trl_multinode nor trl .*'{name}'"):
@@ -67,7 +84,11 @@ def test_a_trainer_that_could_use_vllm_and_has_no_node_mode_says_so_once(monkeyp
     later = ModuleType("trl")  # a later TRL, in which this trainer is stable
     later.__all__ = ["AsyncGRPOTrainer", "AsyncGRPOConfig", "SFTTrainer", "SFTConfig"]
     later.AsyncGRPOConfig = make_dataclass("AsyncGRPOConfig", [("vllm_server_base_url", str, "")])
-    later.SFTConfig, later.SFTTrainer, later.AsyncGRPOTrainer = trl.SFTConfig, trl.SFTTrainer, GRPOTrainer
+    later.SFTConfig, later.SFTTrainer, later.AsyncGRPOTrainer = (
+        trl.SFTConfig,
+        trl.SFTTrainer,
+        GRPOTrainer,
+    )
     monkeypatch.setitem(sys.modules, "trl", later)
     for _ in range(2):
         from trl_multinode import AsyncGRPOTrainer, SFTTrainer  # noqa: F401

@@ -36,7 +36,11 @@ def test_an_evaluation_is_written_down_and_not_counted_into_the_step(clock, tmp_
     with phases("train"):
         clock.pass_(2)
     assert sum(phases.take_sums()) == 3
-    assert [line.get("evaluation", False) for line in lines(tmp_path / "rank0.jsonl")] == [False, True, False]
+    assert [line.get("evaluation", False) for line in lines(tmp_path / "rank0.jsonl")] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_nested_phases_count_their_own_time_only(clock, tmp_path):
@@ -54,7 +58,9 @@ def test_nested_phases_count_their_own_time_only(clock, tmp_path):
     assert dict(zip(PHASES, phases.take_sums(), strict=True)) == {
         "sync": 0, "generate": 2, "reward": 16, "train": 9, "wait": 4,
     }  # fmt: skip
-    lines = [json.loads(line) for line in (tmp_path / "phases" / "rank0.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "phases" / "rank0.jsonl").read_text().splitlines()
+    ]
     assert [(line["phase"], line["seconds"], line["total"]) for line in lines] == [
         ("wait", 4, 4), ("generate", 2, 6), ("reward", 16, 16), ("train", 9, 31),
     ]  # fmt: skip
@@ -78,8 +84,19 @@ def test_a_line_has_what_a_timeline_of_all_nodes_needs(tmp_path):
     write(file)
     file.clock_offset = -0.25
     write(file)
-    line = {"phase": "train", "start": 1.5, "seconds": 2.0, "total": 3.0, "step": 7, "node": 2, "attempt": 1}
-    assert lines(tmp_path / "rank5.jsonl") == [line | {"clock_offset": None}, line | {"clock_offset": -0.25}]
+    line = {
+        "phase": "train",
+        "start": 1.5,
+        "seconds": 2.0,
+        "total": 3.0,
+        "step": 7,
+        "node": 2,
+        "attempt": 1,
+    }
+    assert lines(tmp_path / "rank5.jsonl") == [
+        line | {"clock_offset": None},
+        line | {"clock_offset": -0.25},
+    ]
 
 
 def test_a_resumed_run_appends_with_the_next_number_also_on_ranks_that_are_new(tmp_path):

@@ -99,7 +99,8 @@ def test_the_start_time_is_found_for_any_name_of_a_process(tmp_path):
     before = time.clock_gettime(time.CLOCK_BOOTTIME)
     with subprocess.Popen([str(program), "60"]) as process:
         started = start_time(process.pid) / os.sysconf("SC_CLK_TCK")
-        assert before - 0.1 <= started <= time.clock_gettime(time.CLOCK_BOOTTIME)  # it counts whole ticks
+        # it counts whole ticks
+        assert before - 0.1 <= started <= time.clock_gettime(time.CLOCK_BOOTTIME)
         process.kill()
 
 
@@ -135,7 +136,8 @@ def test_cores_that_this_machine_lacks_change_nothing():
 
 
 @pytest.mark.skipif(
-    len(os.sched_getaffinity(0)) < 2, reason="one core only: a rank cannot have fewer than its launcher"
+    len(os.sched_getaffinity(0)) < 2,
+    reason="one core only: a rank cannot have fewer than its launcher",
 )
 def test_workers_of_an_engine_on_a_cpu_are_bound_to_cores_that_it_has(monkeypatch):
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
@@ -146,13 +148,15 @@ def test_workers_of_an_engine_on_a_cpu_are_bound_to_cores_that_it_has(monkeypatc
     assert cores_per_worker(2, {7}) == {"VLLM_CPU_OMP_THREADS_BIND": "7|7"}
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "1")  # as the test kit sets it
     assert cores_per_worker(1) == {} and cores_per_worker(2) == {"VLLM_CPU_OMP_THREADS_BIND": "1|1"}
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the user's own value is in the environment already
+    # the user's own value is in the environment already
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     assert cores_per_worker(2) == {}
 
 
 @pytest.mark.nightly  # the fake engine ends with its owner in engine/
 @pytest.mark.skipif(
-    len(os.sched_getaffinity(0)) < 2, reason="one core only: a rank cannot have fewer than its launcher"
+    len(os.sched_getaffinity(0)) < 2,
+    reason="one core only: a rank cannot have fewer than its launcher",
 )
 @pytest.mark.real
 def test_an_engine_without_pidfds_has_its_launchers_cores_and_ends_with_its_owner(tmp_path):
@@ -165,8 +169,13 @@ def test_an_engine_without_pidfds_has_its_launchers_cores_and_ends_with_its_owne
         folder = RunFolder(0)
         save_without_weights(tiny_qwen2(), tiny_tokenizer(), folder.path / "model")
         arguments = ENGINE_ARGS | {"model": str(folder.path / "model")}
-        spec, cores_of_engine = EngineSpec(0, str(folder.path), os.getpid(), arguments), engine_cores(launched=True)
-        process = EngineProcess(spec, tmp_path / "engine0.log", CPU_ENVIRONMENT, FAKE, cores_of_engine)
+        spec, cores_of_engine = (
+            EngineSpec(0, str(folder.path), os.getpid(), arguments),
+            engine_cores(launched=True),
+        )
+        process = EngineProcess(
+            spec, tmp_path / "engine0.log", CPU_ENVIRONMENT, FAKE, cores_of_engine
+        )
         assert os.sched_getaffinity(0) == {min(cores)}  # the rank keeps its own
         while not process.is_ready():
             time.sleep(0.05)

@@ -31,7 +31,8 @@ def test_an_output_that_takes_nothing_holds_up_no_caller_and_gets_its_lines_late
     free.set()
     reporter.show("the last", write)
     until(lambda: len(written) >= 4)
-    assert written[:4] == ["0", "1", "2", "3"] and "8" not in written  # one is being written, three wait
+    # one is being written, three wait
+    assert written[:4] == ["0", "1", "2", "3"] and "8" not in written
 
 
 @pytest.fixture
@@ -48,7 +49,9 @@ def run(clock, capsys):
     """Let seconds pass, with a look once a second, and return the lines that were printed."""
     state = SimpleNamespace(step=4, phases=Phases(), rows=100)
     beat = ProgressLines(
-        state.phases, lambda: state.step, lambda name: f"{state.rows} rows left" * (name == "generate")
+        state.phases,
+        lambda: state.step,
+        lambda name: f"{state.rows} rows left" * (name == "generate"),
     )
 
     def pass_(seconds: int) -> list[str]:
@@ -56,7 +59,9 @@ def run(clock, capsys):
             clock.now += 1
             state.rows -= 1
             beat.beat()
-        return [line.removeprefix("[trl_multinode] ") for line in capsys.readouterr().out.splitlines()]
+        return [
+            line.removeprefix("[trl_multinode] ") for line in capsys.readouterr().out.splitlines()
+        ]
 
     state.pass_ = pass_
     return state
@@ -71,7 +76,8 @@ def test_a_long_phase_is_reported_every_15_seconds_with_what_is_left(run):
             "step 5: generating for 30 s, 69 rows left",
         ]
     with run.phases("reward"):
-        assert run.pass_(12) == ["step 5: computing rewards for 11 s"]  # 15 s after the last line, not after its start
+        # 15 s after the last line, not after its start
+        assert run.pass_(12) == ["step 5: computing rewards for 11 s"]
 
 
 def test_short_steps_and_other_lines_of_this_library_are_signs_of_life(run):
@@ -121,7 +127,10 @@ def test_an_error_in_a_line_does_not_end_the_thread(monkeypatch, capsys):
 def test_a_host_knows_what_is_left_in_its_phases(tmp_path):
     presence = Presence(SimpleNamespace(step=lambda: 8, args=SimpleNamespace(output_dir=tmp_path)))
     updates = Updates.__new__(Updates)
-    updates.engines, updates.ahead_engines = SimpleNamespace(rows_left=3), SimpleNamespace(rows_left=2)
+    updates.engines, updates.ahead_engines = (
+        SimpleNamespace(rows_left=3),
+        SimpleNamespace(rows_left=2),
+    )
     updates._sync = SimpleNamespace(num_gathered=3, buckets=range(5))
     presence.work |= {"generate": updates._rows_left, "sync": updates._buckets_gathered}
     (tmp_path / "checkpoint-8" / "global_step8").mkdir(parents=True)
@@ -135,4 +144,5 @@ def test_a_host_knows_what_is_left_in_its_phases(tmp_path):
     assert presence.left("checkpoint") == "1.5 GB written"
     assert presence.left("train") == ""
     presence._ends = True
-    assert "closed its trainer" in presence.left("generate")  # for ranks that wait for this one in vain
+    # for ranks that wait for this one in vain
+    assert "closed its trainer" in presence.left("generate")

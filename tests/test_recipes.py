@@ -9,7 +9,8 @@ import pytest
 
 pytestmark = pytest.mark.nightly  # examples
 
-import_module("trl.rewards.accuracy_rewards")  # sets a variable of the environment: let that be before the tests
+# sets a variable of the environment: let that be before the tests
+import_module("trl.rewards.accuracy_rewards")
 
 RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
 
@@ -51,7 +52,12 @@ def test_the_limit_is_a_function_of_the_logs(logs, length):
 
 @pytest.mark.parametrize(
     ("scores", "number", "kept"),
-    [([3, 1, 2, 0], 2, [0, 3]), ([1, 1, 1, 1], 2, [0, 3]), ([5, 4, 3, 2, 1, 0], 3, [0, 1, 5]), ([2, 1], 2, [0, 1])],
+    [
+        ([3, 1, 2, 0], 2, [0, 3]),
+        ([1, 1, 1, 1], 2, [0, 3]),
+        ([5, 4, 3, 2, 1, 0], 3, [0, 1, 5]),
+        ([2, 1], 2, [0, 1]),
+    ],
 )
 def test_the_best_and_the_worst_drafts_are_kept(scores, number, kept):
     assert recipe("two_stage").best_and_worst(scores, number) == kept
@@ -67,7 +73,10 @@ class Generation:
 
     def generate(self, prompts, images, num_generations):
         self.calls.append((prompts, self.max_completion_length))
-        rows = [[(prompt[-1] + 1 + step) % 10 for step in range(self.max_completion_length)] for prompt in prompts]
+        rows = [
+            [(prompt[-1] + 1 + step) % 10 for step in range(self.max_completion_length)]
+            for prompt in prompts
+        ]
         rows = [row[: row.index(0) + 1] if 0 in row else row for row in rows]
         return prompts, rows, [[[-float(token)] for token in row] for row in rows], None
 

@@ -21,7 +21,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSION = trl_multinode.__version__
 COPIED = ("trl_multinode", "accelerate_configs", "examples", "requirements")
 FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", ".gitignore")
-AUTHOR = {f"GIT_{role}_{field}": "tester@localhost" for role in ("AUTHOR", "COMMITTER") for field in ("NAME", "EMAIL")}
+AUTHOR = {
+    f"GIT_{role}_{field}": "tester@localhost"
+    for role in ("AUTHOR", "COMMITTER")
+    for field in ("NAME", "EMAIL")
+}
 
 
 def run(*command: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
@@ -45,7 +49,9 @@ def released(tmp_path_factory):
     """A repository with the files of this checkout and a changelog of its own, after a dry run and a release."""
     folder = tmp_path_factory.mktemp("release") / "repository"
     for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in FILES:
         shutil.copy(ROOT / name, folder)
     changelog = folder / "CHANGELOG.md"
@@ -58,7 +64,11 @@ def released(tmp_path_factory):
     git(folder, "add", "--all")
     git(folder, "commit", "--quiet", "--message", "all")
     dry = release(folder, "--dry-run", "--out", "dry")
-    state = (git(folder, "tag"), git(folder, "log", "--oneline").count("\n"), sorted(os.listdir(folder / "dry")))
+    state = (
+        git(folder, "tag"),
+        git(folder, "log", "--oneline").count("\n"),
+        sorted(os.listdir(folder / "dry")),
+    )
     shutil.rmtree(folder / "dry")
     return {"folder": folder, "dry": dry, "after_dry": state, "done": release(folder)}
 
@@ -81,7 +91,10 @@ def installed(wheel, tmp_path_factory):
 
     def command(*words: str) -> subprocess.CompletedProcess:
         return run(
-            folder / "site" / "bin" / "trl-multinode", *words, cwd=folder / "work", PYTHONPATH=str(folder / "site")
+            folder / "site" / "bin" / "trl-multinode",
+            *words,
+            cwd=folder / "work",
+            PYTHONPATH=str(folder / "site"),
         )
 
     command.folder = folder
@@ -94,7 +107,10 @@ def installed(wheel, tmp_path_factory):
 def test_a_dry_run_builds_wheel_and_notes_and_tags_nothing(released):
     assert released["dry"].returncode == 0, released["dry"].stderr
     tags, _, files = released["after_dry"]
-    assert tags == "" and files == [f"notes-{VERSION}.md", f"trl_multinode-{VERSION}-py3-none-any.whl"]
+    assert tags == "" and files == [
+        f"notes-{VERSION}.md",
+        f"trl_multinode-{VERSION}-py3-none-any.whl",
+    ]
 
 
 def test_a_release_dates_the_changelog_and_tags_that_commit(released):
@@ -102,7 +118,10 @@ def test_a_release_dates_the_changelog_and_tags_that_commit(released):
     assert released["done"].returncode == 0, released["done"].stderr
     today = datetime.date.today().isoformat()
     assert f"## {VERSION} ({today})\n" in git(folder, "show", f"v{VERSION}:CHANGELOG.md") + "\n"
-    assert git(folder, "tag", "--list", "--format=%(contents)", f"v{VERSION}").strip() == "- One `thing`."
+    assert (
+        git(folder, "tag", "--list", "--format=%(contents)", f"v{VERSION}").strip()
+        == "- One `thing`."
+    )
     assert git(folder, "rev-parse", f"v{VERSION}^{{commit}}") == git(folder, "rev-parse", "HEAD")
     assert (folder / "dist" / f"notes-{VERSION}.md").read_text() == "- One `thing`.\n"
     assert f"git push origin HEAD v{VERSION}" in released["done"].stdout
@@ -130,7 +149,9 @@ def test_the_wheel_has_the_files_that_a_run_needs(wheel):
     names = set(wheel.namelist())
     for folder in ("accelerate_configs", "trl_multinode/tools/templates"):
         for path in (ROOT / folder).iterdir():
-            name = f"trl_multinode/{path.relative_to(ROOT)}".replace("trl_multinode/trl_multinode", "trl_multinode")
+            name = f"trl_multinode/{path.relative_to(ROOT)}".replace(
+                "trl_multinode/trl_multinode", "trl_multinode"
+            )
             assert wheel.read(name) == path.read_bytes()
     assert {"trl_multinode/py.typed", "trl_multinode/examples/grpo.py"} <= names
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "trl_multinode").rglob("*.py")}
@@ -140,11 +161,16 @@ def test_the_wheel_has_the_files_that_a_run_needs(wheel):
 def test_the_metadata_is_complete_and_no_link_of_the_readme_is_relative(wheel):
     metadata = message_from_bytes(wheel.read(f"trl_multinode-{VERSION}.dist-info/METADATA"))
     assert metadata["Version"] == VERSION and metadata["License-Expression"] == "Apache-2.0"
-    assert len(metadata.get_all("Project-URL")) >= 4 and "Typing :: Typed" in metadata.get_all("Classifier")
+    assert len(metadata.get_all("Project-URL")) >= 4 and "Typing :: Typed" in metadata.get_all(
+        "Classifier"
+    )
     links = re.findall(r"\]\(([^)\s]+)\)", metadata.get_payload())
     assert len(links) > 15 and [link for link in links if not link.startswith("https://")] == []
     scripts = wheel.read(f"trl_multinode-{VERSION}.dist-info/entry_points.txt").decode()
-    assert "trl-multinode = trl_multinode.tools:main" in scripts and "[vllm.general_plugins]" in scripts
+    assert (
+        "trl-multinode = trl_multinode.tools:main" in scripts
+        and "[vllm.general_plugins]" in scripts
+    )
 
 
 def test_config_and_check_run_from_the_wheel(installed):
@@ -153,7 +179,9 @@ def test_config_and_check_run_from_the_wheel(installed):
     assert wrote.returncode == 0, wrote.stderr
     flags = ("--machine_rank", "1", "--main_process_ip", "node0")
     checked = installed("check", "mine.yaml", *flags)
-    assert checked.returncode == 0 and "ok: mine.yaml" in checked.stdout, checked.stdout + checked.stderr
+    assert checked.returncode == 0 and "ok: mine.yaml" in checked.stdout, (
+        checked.stdout + checked.stderr
+    )
     assert installed("check", "mine.yaml", *flags, "--num_processes", "30").returncode == 1
     job = installed("render", "slurm", "mine.yaml", "--script", "train.py")
     assert "#SBATCH --nodes=4\n" in job.stdout, job.stderr

@@ -55,11 +55,15 @@ ROOT = Path(__file__).parents[1]
 NO_MEMORY = msgspec.Raw(msgspec.msgpack.encode(HostMemory(("/nowhere/a", "/nowhere/b"))))
 REQUESTS = [
     Hello(request_id=1, rank=5),
-    Generate(request_id=2, prompt=b"odd", num_completions=2**40, max_tokens=-1, sampling={"n": "x"}),
+    Generate(
+        request_id=2, prompt=b"odd", num_completions=2**40, max_tokens=-1, sampling={"n": "x"}
+    ),
     Await(request_id=3, min_update=2**60),
     Score(request_id=4, prompt=pack_ids([4, 5])),
     OpenSlots(request_id=5, transport="host", memory=NO_MEMORY, slot_bytes=2**62, buckets=()),
-    OpenSlots(request_id=6, transport="none", memory=msgspec.Raw(b"\x01"), slot_bytes=0, buckets=()),
+    OpenSlots(
+        request_id=6, transport="none", memory=msgspec.Raw(b"\x01"), slot_bytes=0, buckets=()
+    ),
     CheckSlot(request_id=7, slot=-1, num_bytes=2**60, crc=0),
     BeginUpdate(request_id=8, version=WeightVersion(-1, 2**60), first_bucket=99, in_flight=True),
     LoadBucket(request_id=9, bucket=-5, slot=77),
@@ -75,7 +79,8 @@ def server(tmp_path: Path) -> Iterator[tuple]:
     path = tmp_path / "engine0.sock"
 
     def body(_: int) -> None:
-        logging.basicConfig(force=True)  # pytest's handlers would take asyncio's lines out of the log
+        # pytest's handlers would take asyncio's lines out of the log
+        logging.basicConfig(force=True)
         _serve(Keeper(), path, 0)
 
     with forked(body, 1, tmp_path) as (rank,):
@@ -110,7 +115,11 @@ def nonsense(dice: random.Random) -> bytes:
         return dice.randbytes(dice.randint(1, 300))
     if kind == 1:
         length = dice.choice([2**64 - 1, 2**63, 2**31 + 1, 2**31, 2**30, 5000, 0, 1])
-        return frames[0] * dice.randint(0, 1) + LENGTH.pack(length) + dice.randbytes(dice.randint(0, 9000))
+        return (
+            frames[0] * dice.randint(0, 1)
+            + LENGTH.pack(length)
+            + dice.randbytes(dice.randint(0, 9000))
+        )
     if kind == 2:
         for _ in range(dice.randint(1, 8)):
             stream[dice.randrange(len(stream))] ^= 1 << dice.randrange(8)
@@ -128,7 +137,11 @@ def send(path: Path, data: bytes, leave_at_once: bool) -> None:
 
 def anonymous_bytes(pid: int) -> int:
     """Return the memory of a process that no file backs, which pages of libraries do not change."""
-    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
+    (line,) = (
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
     return int(line.split()[1]) << 10
 
 
@@ -143,7 +156,9 @@ def test_a_fuzz_of_the_socket_leaves_no_traceback_and_bounded_memory(tmp_path):
         with connected(path):  # it still takes new ranks
             assert anonymous_bytes(rank.process.pid) - before < 64 << 20
         lines = rank.text.splitlines()
-    assert not [line for line in lines if re.search("Traceback|Unhandled|exception was never", line)], lines[:20]
+    assert not [
+        line for line in lines if re.search("Traceback|Unhandled|exception was never", line)
+    ], lines[:20]
     refusal = "engine 0: closed a connection"
     assert all(line.startswith(refusal) for line in lines) and count / 4 < len(lines) <= count
 
@@ -171,12 +186,15 @@ def test_an_update_whose_sender_vanishes_ends_as_failed_and_the_next_one_heals(t
         assert isinstance(ask(other, Await(request_id=3, min_update=1)), Done)
         refused = ask(other, Score(request_id=4, prompt=pack_ids([1, 2])))
         assert isinstance(refused, SenderLost) and "sender" in refused.message
-        assert is_symptom(refused.error(refused.message)), "or it would hide the end of the sender's process"
+        assert is_symptom(refused.error(refused.message)), (
+            "or it would hide the end of the sender's process"
+        )
         with connected(path) as sender:
             version = WeightVersion(2, 1)
             assert isinstance(ask(sender, BeginUpdate(request_id=2, version=version)), Done)
             assert ask(sender, CommitUpdate(request_id=3)).version == version
-        assert ask(other, Await(request_id=5, min_update=2)).version == version  # its end was no failure
+        # its end was no failure
+        assert ask(other, Await(request_id=5, min_update=2)).version == version
 
 
 @pytest.mark.real
@@ -204,7 +222,10 @@ def test_another_user_is_refused_by_the_folder_and_by_the_socket_alone(tmp_path)
     (tmp_path / "server").mkdir()
     with forked(lambda _: _serve(Keeper(), path, 0), 1, tmp_path / "server"):
         until(path.exists)
-        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700 and stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert (
+            stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+            and stat.S_IMODE(path.stat().st_mode) == 0o600
+        )
         for parent in tmp_path.parents:  # the foreign user must see only that it may go on
             if parent.is_relative_to(Path(os.environ.get("TMPDIR", "/tmp"))):
                 parent.chmod(parent.stat().st_mode | 0o011)
@@ -229,7 +250,9 @@ def test_the_folder_of_a_run_is_removed_by_a_process_without_a_descriptor(tmp_pa
         folder, opened = RunFolder(0), []
         (folder.path / "model" / "deeper").mkdir(parents=True)
         (folder.path / "model" / "deeper" / "file").touch()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
         with suppress(OSError):
             while True:
                 opened.append(os.open(os.devnull, os.O_RDONLY))
@@ -249,7 +272,9 @@ def test_a_folder_of_a_run_that_a_cleaner_removed_is_named_with_the_cure(tmp_pat
     folder = RunFolder(3)
     folder.remove()
     with pytest.raises(EngineStartError, match=rf"Node 3: {folder.path}.*TMPDIR"):
-        EngineProcess(EngineSpec(0, str(folder.path), os.getpid(), {}, node=3), tmp_path / "log", {})
+        EngineProcess(
+            EngineSpec(0, str(folder.path), os.getpid(), {}, node=3), tmp_path / "log", {}
+        )
     with pytest.raises(EngineDiedError, match=f"{folder.path} was removed"):
         Connection(str(folder.socket(0)), "engine 0 of node 3", tmp_path / "log")
 
@@ -294,12 +319,19 @@ def test_no_job_file_has_a_secret(options, tmp_path, capsys):
     with pytest.raises(SystemExit):
         render(*options)
     assert "secrets.env" in capsys.readouterr().err
-    render("--env", "NCCL_DEBUG=WARN", "--script", "train.py --push_to_hub --max_tokens 5 --eos_token x")
+    render(
+        "--env",
+        "NCCL_DEBUG=WARN",
+        "--script",
+        "train.py --push_to_hub --max_tokens 5 --eos_token x",
+    )
 
 
 def test_the_line_of_a_failed_run_has_no_token():
     error = ConnectionError("PUT https://me:word@host/path with hf_abcdefghijklmn failed")
-    assert described(error) == "ConnectionError: PUT https://(hidden)@host/path with (hidden) failed"
+    assert (
+        described(error) == "ConnectionError: PUT https://(hidden)@host/path with (hidden) failed"
+    )
 
 
 def test_an_engine_gets_no_secrets_no_unpickling_and_no_calls_for_developers(monkeypatch):
@@ -307,7 +339,12 @@ def test_an_engine_gets_no_secrets_no_unpickling_and_no_calls_for_developers(mon
         "HF_TOKEN", "VLLM_API_KEY", "WANDB_API_KEY", "PYTHON_SECRET", "CUDA_PASSWORD", "NCCL_CREDENTIALS",
         "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE", "RANK", "GLOO_SOCKET_IFNAME_OF_TRAINERS",
     ]  # fmt: skip
-    kept = ["VLLM_MAX_TOKENS_PER_EXPERT_FUSED_MOE", "VLLM_KEYS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"]
+    kept = [
+        "VLLM_MAX_TOKENS_PER_EXPERT_FUSED_MOE",
+        "VLLM_KEYS",
+        "CUDA_VISIBLE_DEVICES",
+        "NCCL_DEBUG",
+    ]
     for name in (*dropped, *kept):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
@@ -319,7 +356,16 @@ def test_an_engine_gets_no_secrets_no_unpickling_and_no_calls_for_developers(mon
 @pytest.mark.nightly
 def test_ruff_refuses_pickle_in_the_package():
     code = "import marshal\nimport pickle\npickle.loads(b'')\nmarshal.loads(b'')\neval('1')\n"
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--stdin-filename", "trl_multinode/wire/x.py", "-"]
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--no-cache",
+        "--stdin-filename",
+        "trl_multinode/wire/x.py",
+        "-",
+    ]
     done = subprocess.run(command, input=code, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert {"S301", "S302", "S307"} <= set(re.findall(r"\bS\d{3}\b", done.stdout)), done.stdout

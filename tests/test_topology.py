@@ -25,15 +25,26 @@ def node_of(ranks: int = 7, num_nodes: int = 4) -> Topology:
     return Topology.from_environment(environment(ranks, num_nodes, ranks))
 
 
-def assign(gpus=8, ranks=7, devices=None, engines=None, tensor_parallel=1, environ=None) -> EngineDevices:
+def assign(
+    gpus=8, ranks=7, devices=None, engines=None, tensor_parallel=1, environ=None
+) -> EngineDevices:
     return assign_engines(node_of(ranks), gpus, devices, engines, tensor_parallel, environ or {})
 
 
 def test_every_rank_of_a_launch_knows_its_place():
     places = [Topology.from_environment(environment(rank, 2, 3)) for rank in range(6)]
     assert [t.rank for t in places] == list(range(6))
-    assert [(t.node, t.local_rank) for t in places] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert {(t.world_size, t.num_nodes, t.ranks_per_node, t.launched) for t in places} == {(6, 2, 3, True)}
+    assert [(t.node, t.local_rank) for t in places] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+    ]
+    assert {(t.world_size, t.num_nodes, t.ranks_per_node, t.launched) for t in places} == {
+        (6, 2, 3, True)
+    }
     assert [t.is_local_main for t in places] == [True, False, False] * 2
     assert [list(t.local_ranks) for t in places] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
     assert str(places[4]) == "node 1, rank 4"
@@ -65,7 +76,12 @@ def test_nodes_with_different_numbers_of_processes_are_refused_with_the_numbers_
 
 @pytest.mark.parametrize(
     ("listed", "num_gpus", "names"),
-    [(None, 2, ["0", "1"]), ("4,6,7", 3, ["4", "6", "7"]), ("4, 6,7", 2, ["4", "6"]), ("GPU-ab,GPU-cd", 2, None)],
+    [
+        (None, 2, ["0", "1"]),
+        ("4,6,7", 3, ["4", "6", "7"]),
+        ("4, 6,7", 2, ["4", "6"]),
+        ("GPU-ab,GPU-cd", 2, None),
+    ],
 )
 def test_gpus_are_named_as_cuda_visible_devices_names_them(listed, num_gpus, names):
     environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
@@ -90,7 +106,9 @@ def test_engines_get_the_gpus_that_no_local_rank_trains_on(choice, expected):
 
 
 def test_a_training_gpu_may_be_named_so_that_a_machine_with_one_gpu_works():
-    assert assign(gpus=1, ranks=1, devices=[0]) == EngineDevices((("0",),), shared_with_training=True, sender="0")
+    assert assign(gpus=1, ranks=1, devices=[0]) == EngineDevices(
+        (("0",),), shared_with_training=True, sender="0"
+    )
     unused = assign(gpus=8, ranks=7, devices=[7, 0], engines=1)  # no engine is on GPU 0
     assert unused.per_engine == (("7",),) and not unused.shared_with_training
 
@@ -120,11 +138,20 @@ def test_engines_on_a_cpu_have_no_devices(engines, expected):
         ),
         (
             {"gpus": 8, "ranks": 6, "engines": 3},
-            ("3 engines", "`vllm_tensor_parallel_size` 1", "3 GPUs", "node 1: ", "has 2", "`num_engines`"),
+            (
+                "3 engines",
+                "`vllm_tensor_parallel_size` 1",
+                "3 GPUs",
+                "node 1: ",
+                "has 2",
+                "`num_engines`",
+            ),
         ),
     ],
 )
-def test_devices_that_cannot_be_given_are_refused_with_the_numbers_and_the_setting(choice, identifiers):
+def test_devices_that_cannot_be_given_are_refused_with_the_numbers_and_the_setting(
+    choice, identifiers
+):
     message = str(refusal(assign, **choice))
     assert [identifier for identifier in identifiers if identifier not in message] == [], message
 

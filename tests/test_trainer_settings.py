@@ -22,10 +22,23 @@ from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.trainer import MultiNodeGRPOTrainer
 
 TRAINERS = ["RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD", "GMPO", "ServerDistillation"]
-CLASSES = {name: getattr(trl_multinode, f"{name}Trainer") for name in TRAINERS}  # here, because vLLM sets variables
-REQUIRED = {"ServerDistillation": {"teacher_model_server_url": "http://teacher:8000"}}  # without a default
-OTHER_MODES = {"server_base_url", "server_host", "server_port", "group_port", "server_timeout", "enable_sleep_mode"}
-FROM_ARGS = {"tensor_parallel_size", "gpu_memory_utilization"}  # NodeHost reads the fields, which checks need earlier
+# here, because vLLM sets variables
+CLASSES = {name: getattr(trl_multinode, f"{name}Trainer") for name in TRAINERS}
+# without a default
+REQUIRED = {"ServerDistillation": {"teacher_model_server_url": "http://teacher:8000"}}
+OTHER_MODES = {
+    "server_base_url",
+    "server_host",
+    "server_port",
+    "group_port",
+    "server_timeout",
+    "enable_sleep_mode",
+}
+# NodeHost reads the fields, which checks need earlier
+FROM_ARGS = {
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+}
 FOR_THE_HOST = {"max_model_length", "max_num_seqs", "model_impl", "trust_remote_code"}
 
 
@@ -36,7 +49,12 @@ def ours(name: str) -> type:
 def config(name: str, tmp_path, **fields):
     kind = getattr(trl_multinode, f"{name}Config")
     return kind(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **REQUIRED.get(name, {}), **fields
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        **REQUIRED.get(name, {}),
+        **fields,
     )
 
 
@@ -58,27 +76,44 @@ def test_settings_have_trls_defaults():
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_every_trainer_has_trls_name_and_node_modes_defaults(name, tmp_path):
-    assert ours(name) is getattr(trl_multinode, f"MultiNode{name}Trainer") and issubclass(ours(name), NodeTrainer)
+    assert ours(name) is getattr(trl_multinode, f"MultiNode{name}Trainer") and issubclass(
+        ours(name), NodeTrainer
+    )
     assert ours(name)._tag_names == [*ours(name)._trl._tag_names, "trl-multinode"]
     args = config(name, tmp_path)
-    assert isinstance(args, NodeFields) and is_node_mode(args) and args.vllm_gpu_memory_utilization is None
+    assert (
+        isinstance(args, NodeFields)
+        and is_node_mode(args)
+        and args.vllm_gpu_memory_utilization is None
+    )
     theirs = ours(name)._config.__mro__
     theirs = next(kind for kind in theirs if kind.__module__.startswith("trl."))
     given = config(name, tmp_path, vllm_mode="colocate").vllm_gpu_memory_utilization
-    assert given == theirs.__dataclass_fields__["vllm_gpu_memory_utilization"].default  # GOLD has 0.9
+    # GOLD has 0.9
+    assert given == theirs.__dataclass_fields__["vllm_gpu_memory_utilization"].default
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", TRAINERS)
 def test_engine_kwargs_may_be_json_and_trls_own_dicts_too(name, tmp_path):
-    args = config(name, tmp_path, engine_kwargs='{"max_num_seqs": 1}', model_init_kwargs='{"dtype": "float32"}')
-    assert args.engine_kwargs == {"max_num_seqs": 1} and args.model_init_kwargs == {"dtype": "float32"}
+    args = config(
+        name,
+        tmp_path,
+        engine_kwargs='{"max_num_seqs": 1}',
+        model_init_kwargs='{"dtype": "float32"}',
+    )
+    assert args.engine_kwargs == {"max_num_seqs": 1} and args.model_init_kwargs == {
+        "dtype": "float32"
+    }
 
 
 REFUSED = {
     "max_staleness": 1, "micro_batch_tokens": 4096, "logprob_divergence_limit": 0.5,
 }  # fmt: skip
-WORKS = {"RLOO": ["logprob_divergence_limit"], "GMPO": ["logprob_divergence_limit", "micro_batch_tokens"]}
+WORKS = {
+    "RLOO": ["logprob_divergence_limit"],
+    "GMPO": ["logprob_divergence_limit", "micro_batch_tokens"],
+}
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -98,10 +133,16 @@ def test_a_teacher_on_trls_server_is_refused_in_node_mode(name, tmp_path):
     assert config(name, tmp_path, use_teacher_server=True, vllm_mode="server").use_teacher_server
 
 
-@pytest.mark.parametrize(("name", "prompts"), [("RLOO", 4), ("Distillation", 16), ("SDFT", 4), ("GOLD", 16)])
-def test_a_dataset_smaller_than_one_round_is_refused_by_the_rows_that_the_trainer_takes(name, prompts, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "prompts"), [("RLOO", 4), ("Distillation", 16), ("SDFT", 4), ("GOLD", 16)]
+)
+def test_a_dataset_smaller_than_one_round_is_refused_by_the_rows_that_the_trainer_takes(
+    name, prompts, tmp_path
+):
     fields = {"num_generations": 4} if name in ("RLOO", "SDFT") else {}
-    args = config(name, tmp_path, per_device_train_batch_size=8, gradient_accumulation_steps=2, **fields)
+    args = config(
+        name, tmp_path, per_device_train_batch_size=8, gradient_accumulation_steps=2, **fields
+    )
     check_dataset([0] * prompts, args)
     with refused("train_dataset", got=prompts - 1, expected=prompts):
         check_dataset([0] * (prompts - 1), args)
@@ -116,5 +157,7 @@ def test_the_stable_trainers_import_no_experimental_one():
         "print(sorted({m.split('.')[2] for m in sys.modules if m.startswith('trl.experimental.')} - {'utils'}),"
         "'SDFTTrainer' in dir(trl_multinode), 'trl_multinode.experimental' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
+    )
     assert run.stdout.split("\n")[-2] == "[] True False", run.stdout + run.stderr

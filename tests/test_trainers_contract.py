@@ -18,7 +18,8 @@ from trl_multinode.rollouts.generation import NodeGeneration
 VERSION = f"TRL {trl.__version__}"
 pytestmark = pytest.mark.nightly  # the lock pins TRL
 TRAINERS = ["RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD", "GMPO", "ServerDistillation"]
-CLASSES = {name: getattr(trl_multinode, f"{name}Trainer") for name in TRAINERS}  # here, because vLLM sets variables
+# here, because vLLM sets variables
+CLASSES = {name: getattr(trl_multinode, f"{name}Trainer") for name in TRAINERS}
 ROUND = {  # the method of TRL that generates one round, and what it takes
     "RLOO": ("_generate_and_score_completions", ["inputs"]),
     "Distillation": ("_generate_and_score_completions", ["inputs"]),
@@ -41,7 +42,9 @@ def source(name: str) -> ast.Module:
 
 
 def calls(name: str, text: str) -> list[ast.Call]:
-    return [n for n in ast.walk(source(name)) if isinstance(n, ast.Call) and ast.unparse(n.func) == text]
+    return [
+        n for n in ast.walk(source(name)) if isinstance(n, ast.Call) and ast.unparse(n.func) == text
+    ]
 
 
 # ---- TRL's side
@@ -62,7 +65,9 @@ def faults_of_keywords(name: str, call: ast.Call) -> list[str]:
     keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
     faults = []
     if call.args or not keywords.keys() <= KEYWORDS:
-        faults.append(f"new arguments of VLLMGeneration {keywords.keys() - KEYWORDS}: see generation.py")
+        faults.append(
+            f"new arguments of VLLMGeneration {keywords.keys() - KEYWORDS}: see generation.py"
+        )
     # A trainer of ours adds the factor of tensor parallelism that NodeGeneration takes out again, where TRL has none
     added_by_us = ours(name)._build_generation is not NodeTrainer._build_generation
     if ("vllm_tensor_parallel_size" in keywords["max_num_seqs"]) == added_by_us:
@@ -74,7 +79,9 @@ def faults_of_the_place(name: str) -> list[str]:
     """The generation object must be replaced where the trainer looks it up."""
     module = ours(name)._builds_in or ours(name)._code()
     nodes = [node for node in ast.walk(source(name)) if isinstance(node, ast.ImportFrom)]
-    imports = [node for node in nodes if any(alias.name == "VLLMGeneration" for alias in node.names)]
+    imports = [
+        node for node in nodes if any(alias.name == "VLLMGeneration" for alias in node.names)
+    ]
     if not hasattr(module, "VLLMGeneration") or len(imports) != 1:
         return [f"{module.__name__} has no VLLMGeneration, or imports it {len(imports)} times"]
     at_the_top = imports[0] in source(name).body or imports[0].col_offset == 0
@@ -91,7 +98,11 @@ def faults_of_calls(name: str) -> list[str]:
         faults.append("it calls generate or sync_weights no more")
     for call in generate:
         given = {keyword.arg for keyword in call.keywords}
-        faults += [f"generate gets {given - known or call.args}"] if call.args or not given <= known else []
+        faults += (
+            [f"generate gets {given - known or call.args}"]
+            if call.args or not given <= known
+            else []
+        )
     return faults
 
 
@@ -100,7 +111,9 @@ def faults_of_the_round(name: str) -> list[str]:
     method, parameters = ROUND[name]
     theirs = list(inspect.signature(getattr(ours(name)._trl, method)).parameters)[1:]
     owner = next(cls for cls in ours(name).__mro__ if method in vars(cls))
-    wrapped = owner.__module__.startswith("trl_multinode") and "_one_round" in inspect.getsource(owner)
+    wrapped = owner.__module__.startswith("trl_multinode") and "_one_round" in inspect.getsource(
+        owner
+    )
     if theirs != parameters or not wrapped:
         return [f"{method} takes {theirs}, expected {parameters}; wrapped: {wrapped}"]
     return []
@@ -112,7 +125,9 @@ def test_each_trainer_of_trl_has_what_is_replaced_wrapped_and_set():
 
 
 def method(name: str, which: str) -> ast.FunctionDef:
-    found = [n for n in ast.walk(source(name)) if isinstance(n, ast.FunctionDef) and n.name == which]
+    found = [
+        n for n in ast.walk(source(name)) if isinstance(n, ast.FunctionDef) and n.name == which
+    ]
     assert found, f"{VERSION}: {name} has no {which}"
     return found[-1]
 
@@ -126,17 +141,25 @@ def test_rloo_gathers_the_very_lists_of_texts_that_its_rewards_got():
     body = method("RLOO", "_generate_and_score_completions")
     (rewards,) = [n for n in ast.walk(body) if isinstance(n, ast.Call) and
                   ast.unparse(n.func) == "self._calculate_rewards"]  # fmt: skip
-    assert [ast.unparse(a) for a in rewards.args[1:3]] == ["prompts", "completions"], f"{VERSION}: see text_logging.py"
+    assert [ast.unparse(a) for a in rewards.args[1:3]] == ["prompts", "completions"], (
+        f"{VERSION}: see text_logging.py"
+    )
     assert {"prompts", "completions"} <= gathered(body)
     made_anew = [n.lineno for n in ast.walk(body) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
                  and n.id in ("prompts", "completions") and n.lineno > rewards.lineno]  # fmt: skip
-    assert not made_anew, f"{VERSION}: new texts in lines {made_anew}, after the rewards; see text_logging.py"
+    assert not made_anew, (
+        f"{VERSION}: new texts in lines {made_anew}, after the rewards; see text_logging.py"
+    )
 
 
 def test_gold_gathers_the_texts_of_its_buffer():
     body = method("GOLD", "training_step")
-    assert "prompt_texts, completion_texts = self._buffered_text_logs[slice_idx]" in ast.unparse(body)
-    assert gathered(body) == {"prompt_texts", "completion_texts"}, f"{VERSION}: see experimental/gold.py"
+    assert "prompt_texts, completion_texts = self._buffered_text_logs[slice_idx]" in ast.unparse(
+        body
+    )
+    assert gathered(body) == {"prompt_texts", "completion_texts"}, (
+        f"{VERSION}: see experimental/gold.py"
+    )
 
 
 def test_rloo_scores_the_completions_with_the_model_itself_first():

@@ -23,15 +23,34 @@ from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 
 # 100 CPU s; that a config leaves node mode off is decided by test_config.py
 pytestmark = [pytest.mark.real, pytest.mark.nightly]
-PROMPTS = Dataset.from_dict({"prompt": [f"{i} =" for i in range(16)], "privileged_context": ["1"] * 16})
+PROMPTS = Dataset.from_dict(
+    {"prompt": [f"{i} =" for i in range(16)], "privileged_context": ["1"] * 16}
+)
 CHATS = Dataset.from_list(
-    [{"messages": [{"role": "user", "content": f"{i} ="}, {"role": "assistant", "content": " 2"}]} for i in range(16)]
+    [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i} ="},
+                {"role": "assistant", "content": " 2"},
+            ]
+        }
+        for i in range(16)
+    ]
 )
 GROUPS = {"num_generations": 4}
 
 CLASSES = {
     name: [getattr(trl_multinode, f"{name}{kind}") for kind in ("Trainer", "Config")]
-    for name in ("RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD", "GMPO", "ServerDistillation")
+    for name in (
+        "RLOO",
+        "Distillation",
+        "SDFT",
+        "SDPO",
+        "GOLD",
+        "IWOPD",
+        "GMPO",
+        "ServerDistillation",
+    )
 }
 
 
@@ -40,13 +59,25 @@ def reward(completions, **_):
 
 
 CALLS = {
-    "RLOO": ({"reward_funcs": reward, "train_dataset": PROMPTS.remove_columns("privileged_context")}, GROUPS),
-    "Distillation": ({"teacher_model": "teacher", "train_dataset": PROMPTS.remove_columns("privileged_context")}, {}),
+    "RLOO": (
+        {"reward_funcs": reward, "train_dataset": PROMPTS.remove_columns("privileged_context")},
+        GROUPS,
+    ),
+    "Distillation": (
+        {"teacher_model": "teacher", "train_dataset": PROMPTS.remove_columns("privileged_context")},
+        {},
+    ),
     "SDFT": ({"train_dataset": PROMPTS}, GROUPS),
     "SDPO": ({"reward_funcs": reward, "train_dataset": PROMPTS}, GROUPS),
-    "GOLD": ({"teacher_model": "teacher", "train_dataset": CHATS}, {"lmbda": 1.0, "max_length": 32}),
+    "GOLD": (
+        {"teacher_model": "teacher", "train_dataset": CHATS},
+        {"lmbda": 1.0, "max_length": 32},
+    ),
     "IWOPD": ({"teacher_model": "teacher", "train_dataset": CHATS}, {"max_length": 32}),
-    "GMPO": ({"reward_funcs": reward, "train_dataset": PROMPTS.remove_columns("privileged_context")}, GROUPS),
+    "GMPO": (
+        {"reward_funcs": reward, "train_dataset": PROMPTS.remove_columns("privileged_context")},
+        GROUPS,
+    ),
     "ServerDistillation": ({"train_dataset": PROMPTS.remove_columns("privileged_context")}, {}),
 }
 
@@ -81,7 +112,10 @@ def found(tmp_path_factory) -> dict[str, list]:
         tiny_qwen2(seed=seed).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     done = subprocess.run(
-        [sys.executable, __file__, str(folder)], env=fresh_environment(), capture_output=True, text=True
+        [sys.executable, __file__, str(folder)],
+        env=fresh_environment(),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())

@@ -16,7 +16,12 @@ import trl_multinode
 pytestmark = pytest.mark.nightly  # the lock pins TRL
 TRL = Path(trl.__file__).parent
 PAGE = (Path(__file__).parent.parent / "docs" / "use" / "trainers.md").read_text()
-USES = {"VLLMGeneration", "VLLMClient", "vllm"}  # names, and a package, by which a module generates or scores
+# names, and a package, by which a module generates or scores
+USES = {
+    "VLLMGeneration",
+    "VLLMClient",
+    "vllm",
+}
 
 
 @cache
@@ -31,7 +36,10 @@ def imports(tree: ast.Module) -> dict[str, str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             of_vllm = not node.level and node.module.split(".")[0] == "vllm"
-            found |= {alias.asname or alias.name: "vllm" if of_vllm else alias.name for alias in node.names}
+            found |= {
+                alias.asname or alias.name: "vllm" if of_vllm else alias.name
+                for alias in node.names
+            }
         elif isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0]: alias.name.split(".")[0] for alias in node.names}
     return found
@@ -42,7 +50,9 @@ def trainers_that_use(names: set[str]) -> set[str]:
     found, bases = set(), {}
     parsed = trees()
     in_folder = {
-        folder: set().union(*(imports(parsed[path]).values() for path in parsed if path.parent == folder))
+        folder: set().union(
+            *(imports(parsed[path]).values() for path in parsed if path.parent == folder)
+        )
         for folder in {path.parent for path in parsed}
     }
     for path, tree in parsed.items():
@@ -50,8 +60,14 @@ def trainers_that_use(names: set[str]) -> set[str]:
         # trl/trainer has a file per trainer, trl/experimental a folder
         used = set(known.values()) if path.parent == TRL / "trainer" else in_folder[path.parent]
         for node in tree.body:
-            if isinstance(node, ast.ClassDef) and node.name.endswith("Trainer") and not node.name.startswith("_"):
-                bases[node.name] = {known.get(ast.unparse(base), ast.unparse(base)) for base in node.bases}
+            if (
+                isinstance(node, ast.ClassDef)
+                and node.name.endswith("Trainer")
+                and not node.name.startswith("_")
+            ):
+                bases[node.name] = {
+                    known.get(ast.unparse(base), ast.unparse(base)) for base in node.bases
+                }
                 found |= {node.name} if used & names else set()
     while more := {name for name, of in bases.items() if of & found} - found:
         found |= more

@@ -35,7 +35,17 @@ FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.r
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 TRAINERS = {
     name: getattr(trl_multinode, f"MultiNode{name}Trainer")
-    for name in ("GRPO", "RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD", "GMPO", "ServerDistillation")
+    for name in (
+        "GRPO",
+        "RLOO",
+        "Distillation",
+        "SDFT",
+        "SDPO",
+        "GOLD",
+        "IWOPD",
+        "GMPO",
+        "ServerDistillation",
+    )
 }
 CONFIGS = [trainer._config for trainer in TRAINERS.values()]
 CLASSES = {kind for each in (*TRAINERS.values(), *CONFIGS) for kind in each.__mro__}
@@ -55,7 +65,8 @@ class Row:
 
     library: str
     modules: tuple[str, ...]  # of the library; every one has the names
-    names: tuple[str, ...]  # each one name, or several with " or " between them, of which one must exist
+    # each one name, or several with " or " between them, of which one must exist
+    names: tuple[str, ...]
     files: frozenset[str]  # of this package
 
     def words(self) -> set[str]:
@@ -75,7 +86,9 @@ def rows() -> list[Row]:
             library = line.removeprefix("## ").lower()
         elif line.startswith("| `"):
             names, modules, files, *_ = line.strip("| ").split(" | ")
-            places = tuple(TRAINERS[m]._trl.__module__ if m in TRAINERS else m for m in quoted(modules))
+            places = tuple(
+                TRAINERS[m]._trl.__module__ if m in TRAINERS else m for m in quoted(modules)
+            )
             found.append(Row(library, places, quoted(names), frozenset(quoted(files))))
     return found
 
@@ -99,11 +112,15 @@ def source_of(module: str) -> ast.Module:
 @cache
 def members(kind: type) -> set[str]:
     """What a class of another library has: attributes, and what its methods set on `self`."""
-    (node,) = (n for n in source_of(kind.__module__).body if getattr(n, "name", "") == kind.__name__)
+    (node,) = (
+        n for n in source_of(kind.__module__).body if getattr(n, "name", "") == kind.__name__
+    )
     return set(vars(kind)) | stored_on_self(node)
 
 
-THEIRS = set().union(*(members(kind) for kind in CLASSES if kind.__module__.split(".")[0] in LIBRARIES))
+THEIRS = set().union(
+    *(members(kind) for kind in CLASSES if kind.__module__.split(".")[0] in LIBRARIES)
+)
 
 
 def is_private(name: str) -> bool:
@@ -113,7 +130,10 @@ def is_private(name: str) -> bool:
 def subclass_of_theirs(file: str, node: ast.stmt) -> type | None:
     """Our trainer or config that the statement defines, if it is one."""
     module = f"trl_multinode.{file.removesuffix('.py').replace('/', '.')}"
-    return next((c for c in CLASSES if (c.__module__, c.__name__) == (module, getattr(node, "name", ""))), None)
+    return next(
+        (c for c in CLASSES if (c.__module__, c.__name__) == (module, getattr(node, "name", ""))),
+        None,
+    )
 
 
 def own_names() -> set[str]:
@@ -152,10 +172,16 @@ def folder_of(library: str) -> Path:
 def internal_imports(tree: ast.Module) -> Iterator[str]:
     """Names imported from a submodule of a library, and private ones. The submodules of torch are public."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and not node.level and node.module.split(".")[0] in LIBRARIES:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and node.module.split(".")[0] in LIBRARIES
+        ):
             deep = "." in node.module and not node.module.startswith("torch.")
             for name in (alias.name for alias in node.names):
-                if (deep or is_private(name) or "._" in node.module) and not is_module(f"{node.module}.{name}"):
+                if (deep or is_private(name) or "._" in node.module) and not is_module(
+                    f"{node.module}.{name}"
+                ):
                     yield name
 
 
@@ -181,9 +207,15 @@ def anywhere(node: ast.AST, others: set[str], imported: set[str]) -> Iterator[st
         foreign = (is_private(node.attr) and node.attr not in OWN) or node.attr.startswith("ds_")
         if foreign or (isinstance(node.ctx, ast.Store) and base in imported):
             yield node.attr
-    elif isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+    elif (
+        isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant)
+    ):
         called, name = ast.unparse(node.func), node.args[1].value
-        foreign = isinstance(name, str) and name not in OWN and (is_private(name) or name.startswith("ds_"))
+        foreign = (
+            isinstance(name, str)
+            and name not in OWN
+            and (is_private(name) or name.startswith("ds_"))
+        )
         if called == "replaced" or (called in LOOKUPS and foreign):
             yield name
     elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
@@ -202,7 +234,9 @@ def uses(file: str, tree: ast.Module) -> set[str]:
     for statement in tree.body:
         kind = subclass_of_theirs(file, statement)
         for node in ast.walk(statement):
-            found |= set(anywhere(node, others, imported)) | (set(in_a_trainer(node, kind)) if kind else set())
+            found |= set(anywhere(node, others, imported)) | (
+                set(in_a_trainer(node, kind)) if kind else set()
+            )
     return found
 
 
@@ -225,7 +259,9 @@ def test_each_internal_name_that_is_used_is_listed_with_the_files_that_use_it():
         listed = set().union(*(row.files for row in ROWS if name in row.words()))
         if files - listed:
             missing[name] = sorted(files - listed)
-    assert len(used()) > 100 and not missing, "docs/inside/upgrading.md has no row, or no file in it, for these"
+    assert len(used()) > 100 and not missing, (
+        "docs/inside/upgrading.md has no row, or no file in it, for these"
+    )
 
 
 # ---- the installed library has it
@@ -236,12 +272,21 @@ def definitions(body: list[ast.stmt], classes: bool = False) -> Iterator[tuple[s
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node
-            yield from definitions(node.body, classes) if classes and isinstance(node, ast.ClassDef) else ()
+            yield from (
+                definitions(node.body, classes)
+                if classes and isinstance(node, ast.ClassDef)
+                else ()
+            )
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((alias.asname or alias.name, node) for alias in node.names)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from ((t.id, node) for target in targets for t in ast.walk(target) if isinstance(t, ast.Name))
+            yield from (
+                (t.id, node)
+                for target in targets
+                for t in ast.walk(target)
+                if isinstance(t, ast.Name)
+            )
         elif isinstance(node, ast.If | ast.Try):
             yield from definitions([*node.body, *node.orelse], classes)
 
@@ -250,7 +295,9 @@ def definitions(body: list[ast.stmt], classes: bool = False) -> Iterator[tuple[s
 def tree_of(module: str) -> ast.Module:
     library, *rest = module.split(".")
     path = folder_of(library).joinpath(*rest)
-    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    return ast.parse(
+        (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    )
 
 
 def defines(module: str, dotted: str) -> bool:
@@ -285,14 +332,21 @@ def test_the_installed_libraries_have_the_names():
             for names in row.names:
                 if not any(has(module, name) for name in names.split(" or ")):
                     files = ", ".join(sorted(row.files))
-                    lost.append(f"{row.library} {installed(row.library)}: {module} has no {names}, used by {files}")
+                    lost.append(
+                        f"{row.library} {installed(row.library)}: {module} has no {names}, used by {files}"
+                    )
     assert not lost, "the rows of docs/inside/upgrading.md say what to do"
 
 
 def calls_of_super(kind: type) -> set[str]:
-    (node,) = (n for n in source_of(kind.__module__).body if getattr(n, "name", "") == kind.__name__)
+    (node,) = (
+        n for n in source_of(kind.__module__).body if getattr(n, "name", "") == kind.__name__
+    )
     found = (n for n in ast.walk(node) if isinstance(n, ast.Attribute))
-    return {n.attr for n in found if ast.unparse(n.value) == "super()"} - {"__init__", "__init_subclass__"}
+    return {n.attr for n in found if ast.unparse(n.value) == "super()"} - {
+        "__init__",
+        "__init_subclass__",
+    }
 
 
 BY_USERS = {"push_to_hub", "train", "evaluate", "log", "training_step"}
@@ -324,15 +378,27 @@ def narrow_overrides(trainer: str) -> list[str]:
         for name, method in vars(kind).items():
             bases = order[order.index(kind) + 1 :]
             theirs = next((vars(base)[name] for base in bases if name in vars(base)), None)
-            if not (inspect.isfunction(method) and inspect.isfunction(theirs)) or name.startswith("__"):
+            if not (inspect.isfunction(method) and inspect.isfunction(theirs)) or name.startswith(
+                "__"
+            ):
                 continue
             taken = inspect.signature(method).parameters.values()
             if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken):
                 continue
-            lacking = set(inspect.signature(theirs).parameters) - {parameter.name for parameter in taken}
-            narrow += [f"{kind.__name__}.{name} lacks {lacking} of {theirs.__qualname__}"] if lacking else []
+            lacking = set(inspect.signature(theirs).parameters) - {
+                parameter.name for parameter in taken
+            }
+            narrow += (
+                [f"{kind.__name__}.{name} lacks {lacking} of {theirs.__qualname__}"]
+                if lacking
+                else []
+            )
     return narrow
 
 
 def test_what_is_called_on_super_exists_and_an_override_takes_what_the_overridden_method_takes():
-    assert not [fault for trainer in TRAINERS for fault in lost_in_super(trainer) + narrow_overrides(trainer)]
+    assert not [
+        fault
+        for trainer in TRAINERS
+        for fault in lost_in_super(trainer) + narrow_overrides(trainer)
+    ]

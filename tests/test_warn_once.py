@@ -28,7 +28,9 @@ def plain(monkeypatch):
         warnings.simplefilter("default")
         monkeypatch.setattr(sys, "warnoptions", [])
         monkeypatch.setattr(warn_once, "_seen", set())
-        monkeypatch.setattr(warnings, "showwarning", lambda message, *_args, **_kw: shown.append(str(message)))
+        monkeypatch.setattr(
+            warnings, "showwarning", lambda message, *_args, **_kw: shown.append(str(message))
+        )
         yield shown
 
 

@@ -28,7 +28,9 @@ def limits(monkeypatch):
     monkeypatch.setattr(leaving, "PRINTING_S", HANG_S)
 
 
-def test_the_line_is_the_last_one_although_the_main_thread_is_printing_a_traceback(tmp_path, store, monkeypatch):
+def test_the_line_is_the_last_one_although_the_main_thread_is_printing_a_traceback(
+    tmp_path, store, monkeypatch
+):
     def body(rank: int) -> None:
         is_leaving = tmp_path / f"leaving{rank}"
         leave = watch_thread.leave
@@ -54,7 +56,9 @@ def test_the_line_is_the_last_one_although_the_main_thread_is_printing_a_traceba
         (line,) = {rank.text.splitlines()[-1] for rank in ranks}
         assert line.startswith(FAILED)
         for rank in ranks[1:]:
-            assert rank.text.count("printed slowly") == 1 + ("printed slowly" in line), "the traceback was cut"
+            assert rank.text.count("printed slowly") == 1 + ("printed slowly" in line), (
+                "the traceback was cut"
+            )
 
 
 def test_a_neighbour_that_registers_between_two_requests_is_watched_all_the_same():
@@ -82,21 +86,29 @@ def test_a_neighbour_that_registers_between_two_requests_is_watched_all_the_same
     assert seen == [(1, 17)]
 
 
-def test_ranks_end_together_and_well_though_the_store_goes_with_node_0(tmp_path, store, monkeypatch):
+def test_ranks_end_together_and_well_though_the_store_goes_with_node_0(
+    tmp_path, store, monkeypatch
+):
     """Node 0 lingers until the others have read that all are through; here for as long as they need."""
     monkeypatch.setattr(watchdog, "POLL_S", 77.0)
 
     def sleep_on_node_0(seconds: float) -> None:
         if seconds == 2 * 77.0:
             (tmp_path / f"lingers{os.getpid()}").touch()
-            until(lambda: all((tmp_path / f"closed{rank}").exists() for rank in (2, 3)), "ranks of node 1 to close")
+            until(
+                lambda: all((tmp_path / f"closed{rank}").exists() for rank in (2, 3)),
+                "ranks of node 1 to close",
+            )
         else:
             time.sleep(seconds)
 
     def sleep_on_node_1(seconds: float) -> None:
         """Look only when node 0 lingers, or has gone without that."""
         ended = tmp_path / "store ended"
-        until(lambda: len(list(tmp_path.glob("lingers*"))) == PER_NODE or ended.exists(), "node 0 to be through")
+        until(
+            lambda: len(list(tmp_path.glob("lingers*"))) == PER_NODE or ended.exists(),
+            "node 0 to be through",
+        )
 
     def body(rank: int) -> tuple[float, float]:
         watch = enter(rank, store)
@@ -193,7 +205,10 @@ def test_a_closed_process_may_end_and_every_good_ending_is_written(tmp_path, sto
     with forked(body, RANKS, tmp_path) as ranks:
         assert [rank.wait() for rank in ranks] == [0] * RANKS, ranks[0].text
     assert not (tmp_path / "good/_multinode/owner.json").exists()
-    endings = [json.loads((tmp_path / f"good/_multinode/ending-node{k}.json").read_text()) for k in range(2)]
+    endings = [
+        json.loads((tmp_path / f"good/_multinode/ending-node{k}.json").read_text())
+        for k in range(2)
+    ]
     assert [ending["code"] for ending in endings] == [0, 0]
 
 
@@ -209,7 +224,9 @@ def signs(monkeypatch):
     """Two ranks: rank 0 has a trainer and judges rank 1, on a clock that a test moves by hand."""
     made = SimpleNamespace(now=1000.0, store=HashStore())
     monkeypatch.setattr(arrivals, "time", SimpleNamespace(monotonic=lambda: made.now))
-    judge, other = (arrivals.Signs(Topology(rank, 2, 0, 1, rank, 2, launched=True)) for rank in range(2))
+    judge, other = (
+        arrivals.Signs(Topology(rank, 2, 0, 1, rank, 2, launched=True)) for rank in range(2)
+    )
 
     def pass_(seconds: int, writes: bool) -> str:
         for _ in range(seconds):

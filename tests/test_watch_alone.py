@@ -149,7 +149,9 @@ def test_limits_hold_in_a_world_of_one_rank(tmp_path, hang, launched):
         assert what in rank.text.splitlines()[-1] and setting in rank.text.splitlines()[-1]
 
 
-@pytest.mark.parametrize("prepare", [pytest.param(lambda: None, marks=pytest.mark.fault("14")), forbid_pidfds])
+@pytest.mark.parametrize(
+    "prepare", [pytest.param(lambda: None, marks=pytest.mark.fault("14")), forbid_pidfds]
+)
 def test_a_killed_launcher_ends_its_ranks_also_in_a_container_without_pidfds(tmp_path, prepare):
     def rank_body() -> None:
         prepare()
@@ -175,7 +177,8 @@ def test_a_killed_launcher_ends_its_ranks_also_in_a_container_without_pidfds(tmp
 def test_a_closed_watch_leaves_nothing_in_the_process(tmp_path, store):
     def body(rank: int) -> list:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        run_store.RunStore.wait_for_all = lambda *_, **__: None  # for the other rank, which does not exist
+        # for the other rank, which does not exist
+        run_store.RunStore.wait_for_all = lambda *_, **__: None
         read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write)  # the script's own
@@ -188,7 +191,9 @@ def test_a_closed_watch_leaves_nothing_in_the_process(tmp_path, store):
         before, found = state(), []
         for _ in range(3):
             watch = Watchdog(LAUNCHED_2)
-            found.append(state()[0] is not before[0] and signal.getsignal(signal.SIGTERM) is noop_handler)
+            found.append(
+                state()[0] is not before[0] and signal.getsignal(signal.SIGTERM) is noop_handler
+            )
             watch.close()
             watch.report("too late to matter")
             watch.forget_processes()

@@ -8,7 +8,11 @@ HANG_S = 600.0
 POLL_S = 0.02
 
 
-def until(fact: Callable[[], Any], what: str | Callable[[], str] = "the awaited fact", limit_s: float = HANG_S) -> Any:
+def until(
+    fact: Callable[[], Any],
+    what: str | Callable[[], str] = "the awaited fact",
+    limit_s: float = HANG_S,
+) -> Any:
     """
     Wait until `fact()` returns a true value, and return that value.
 
@@ -25,6 +29,8 @@ def until(fact: Callable[[], Any], what: str | Callable[[], str] = "the awaited 
     """
     deadline = time.monotonic() + limit_s
     while not (value := fact()):
-        assert time.monotonic() < deadline, f"not within {limit_s:.0f} s: {what if isinstance(what, str) else what()}"
+        assert time.monotonic() < deadline, (
+            f"not within {limit_s:.0f} s: {what if isinstance(what, str) else what()}"
+        )
         time.sleep(POLL_S)
     return value

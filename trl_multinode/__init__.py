@@ -62,7 +62,11 @@ _HOMES = {"GRPOConfig": "config", "GRPOTrainer": "trainer"} | {
 }
 
 # TRL's experimental trainers that start or drive vLLM themselves -> their folder; docs/use/trainers.md has the reasons
-_OWN_VLLM = {"OnlineDPO": "online_dpo", "AsyncGRPO": "async_grpo", "AsyncDistillation": "async_distillation"}
+_OWN_VLLM = {
+    "OnlineDPO": "online_dpo",
+    "AsyncGRPO": "async_grpo",
+    "AsyncDistillation": "async_distillation",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -94,7 +98,11 @@ def _load(module: str, name: str, wanted: str) -> Any:
     """Return a name of a module; `wanted` is the name for which a caller asked."""
     try:
         return getattr(import_module(module, __name__), name)
-    except (ImportError, RuntimeError) as error:  # TRL raises `RuntimeError` if it cannot import itself
+    # TRL raises `RuntimeError` if it cannot import itself
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:
         if (reason := explanation(error, wanted)) is None:
             raise
         raise ImportError(reason) from error
@@ -102,7 +110,9 @@ def _load(module: str, name: str, wanted: str) -> Any:
 
 def _raise_missing(name: str, exported: list[str]) -> NoReturn:
     near = get_close_matches(name, [*_HOMES, *exported], n=1)
-    text = f"neither {__name__} nor trl has a name {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    text = f"neither {__name__} nor trl has a name {name!r}" + (
+        f"; did you mean {near[0]!r}?" if near else ""
+    )
     if folder := _OWN_VLLM.get(name.removesuffix("Trainer").removesuffix("Config")):
         text = f"{name} drives vLLM itself and has no node mode: docs/use/trainers.md has the reason. Use TRL's own: "
         text += f"`from trl.experimental.{folder} import {name}`"

@@ -21,11 +21,24 @@ from .run.reporter import warn
 from .saving.hub import check_push
 
 # Arguments with which TRL calls a reward function, beside the columns of the dataset that it passes on
-OF_EVERY_REWARD = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+OF_EVERY_REWARD = {
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+}
 NOT_PASSED_ON = {"prompt", "completion", "completion_ids"}
-KEPT_COLUMNS = {"prompt", "image", "images"}  # with `remove_unused_columns`, as TRL's trainers set them
+# with `remove_unused_columns`, as TRL's trainers set them
+KEPT_COLUMNS = {
+    "prompt",
+    "image",
+    "images",
+}
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-SENT_ADAPTERS = {"LORA"}  # PEFT's methods whose layers a sync sends; `weights/peft_source.py` checks their variants
+# PEFT's methods whose layers a sync sends; `weights/peft_source.py` checks their variants
+SENT_ADAPTERS = {"LORA"}
 
 
 def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None:
@@ -96,11 +109,14 @@ def check_context(args: Any, max_positions: int) -> None:
 
 def dropouts_of(config: PreTrainedConfig, adapter: Any) -> list[str]:
     """Return the settings of a model and its adapter that switch dropout layers of its language model on."""
-    known = config.get_text_config().to_dict() | {"lora_dropout": getattr(adapter, "lora_dropout", 0.0)}
+    known = config.get_text_config().to_dict() | {
+        "lora_dropout": getattr(adapter, "lora_dropout", 0.0)
+    }
     return [
         f"{name}={rate:g}"
         for name, rate in known.items()
-        if name.endswith(("dropout", "pdrop", "dropout_prob")) and not name.startswith(("classifier", "summary"))
+        if name.endswith(("dropout", "pdrop", "dropout_prob"))
+        and not name.startswith(("classifier", "summary"))
         if isinstance(rate, float) and rate > 0
     ]
 
@@ -123,7 +139,12 @@ def check_own_folders(args: TrainingArguments, call: dict[str, Any], num_nodes: 
     Under ZeRO every rank writes its own part, and PEFT saves an adapter on every process that calls it. Under FSDP2
     the whole state is gathered on rank 0.
     """
-    if not args.save_on_each_node or num_nodes == 1 or args.save_strategy == "no" or args.deepspeed_plugin is not None:
+    if (
+        not args.save_on_each_node
+        or num_nodes == 1
+        or args.save_strategy == "no"
+        or args.deepspeed_plugin is not None
+    ):
         return
     fsdp = uses_fsdp()
     has_adapter = call.get("peft_config") is not None or hasattr(call["model"], "peft_config")
@@ -155,7 +176,9 @@ def check_parallelism(args: TrainingArguments, model: str | PreTrainedModel) -> 
 def group_sizes(args: TrainingArguments, model: str | PreTrainedModel) -> Iterator[str]:
     """Yield the settings, with their values, that make groups of ranks train the same rows."""
     config = getattr(args, "parallelism_config", None)
-    launched = config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
+    launched = (
+        config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
+    )
     deepspeed = getattr(getattr(args, "deepspeed_plugin", None), "deepspeed_config", None) or {}
     sizes = {
         "tensor_parallel.autotp_size": deepspeed.get("tensor_parallel", {}).get("autotp_size"),
@@ -171,7 +194,9 @@ def parallel_loading(args: TrainingArguments) -> Iterator[str]:
     """Yield the arguments with which transformers loads a model under tensor or expert parallelism."""
     init = getattr(args, "model_init_kwargs", None) or {}
     return (
-        f"`{name}` in `model_init_kwargs`" for name in ("tp_plan", "tp_size", "distributed_config") if name in init
+        f"`{name}` in `model_init_kwargs`"
+        for name in ("tp_plan", "tp_size", "distributed_config")
+        if name in init
     )
 
 
@@ -270,14 +295,20 @@ def uneven_evaluations(args: TrainingArguments, call: dict[str, Any]) -> Iterato
     TRL averages `eval_reward` and its other metrics over batches. With several ranks, accelerate fills the last batch
     up with copies of the first rows; with one rank it is short. Either way some rows count more than others.
     """
-    if (getattr(args, "eval_strategy", None) or "no") == "no" or not hasattr(args, "num_generations"):
+    if (getattr(args, "eval_strategy", None) or "no") == "no" or not hasattr(
+        args, "num_generations"
+    ):
         return
     per_prompt = getattr(args, "num_generations_eval", None) or args.num_generations
     batch = args.per_device_eval_batch_size * args.world_size
     for dataset in datasets_of(call.get("eval_dataset")):
         rows = len(dataset) * per_prompt if hasattr(dataset, "__len__") else 0
         if left := rows % batch:
-            how = f"is filled up with {batch - left} copies" if args.world_size > 1 else f"has {left} rows"
+            how = (
+                f"is filled up with {batch - left} copies"
+                if args.world_size > 1
+                else f"has {left} rows"
+            )
             yield (
                 f"an evaluation has {rows} rows ({len(dataset)} prompts x {per_prompt}) in batches of {batch}: the "
                 f"last batch {how}, and TRL's metrics, `eval_reward` included, are means over batches, so its rows "
@@ -288,7 +319,9 @@ def uneven_evaluations(args: TrainingArguments, call: dict[str, Any]) -> Iterato
 def _even_evaluation(args: TrainingArguments, rows: int, per_prompt: int) -> str:
     smaller = range(args.per_device_eval_batch_size - 1, 0, -1)
     even = (
-        size for size in smaller if not rows % (size * args.world_size) and not size * args.world_size % per_prompt
+        size
+        for size in smaller
+        if not rows % (size * args.world_size) and not size * args.world_size % per_prompt
     )
     if (size := next(even, None)) is not None:
         return f" `per_device_eval_batch_size={size}` makes all batches equal."
@@ -334,15 +367,23 @@ def check_math_verify(functions: list[Callable]) -> None:
 
 def name_in_trl(reward: Any) -> str:
     """Return the name of a reward function of TRL; an empty text for another one."""
-    return str(getattr(without_partial(reward)[0], "__name__", "")) if callable(reward) and is_of_trl(reward) else ""
+    return (
+        str(getattr(without_partial(reward)[0], "__name__", ""))
+        if callable(reward) and is_of_trl(reward)
+        else ""
+    )
 
 
 def datasets_of(given: Any) -> list[Any]:
     """Return the datasets that a trainer's argument holds: none, one, or several by name."""
-    return list(given.values()) if isinstance(given, Mapping) else [given] if given is not None else []
+    return (
+        list(given.values()) if isinstance(given, Mapping) else [given] if given is not None else []
+    )
 
 
-def check_columns(which: str, dataset: Any, rewards: list[Callable], removes_columns: bool = False) -> None:
+def check_columns(
+    which: str, dataset: Any, rewards: list[Callable], removes_columns: bool = False
+) -> None:
     """Raise `ConfigurationError` if a dataset lacks the prompts or an argument of a reward, or has one too many."""
     columns = getattr(dataset, "column_names", None)
     if not isinstance(columns, list) or not columns:  # a stream may not know its columns
@@ -408,7 +449,8 @@ def name_of(reward: Any) -> str:
 def signature_of(reward: Callable) -> inspect.Signature | None:
     """Return the signature of a reward function, of its decorator if it has one; `None` if Python finds none."""
     try:
-        return inspect.signature(reward, follow_wrapped=False)  # a decorator may accept more, or give more
+        # a decorator may accept more, or give more
+        return inspect.signature(reward, follow_wrapped=False)
     except (TypeError, ValueError):
         return None
 
@@ -428,7 +470,9 @@ def rows_per_round(args: TrainingArguments) -> tuple[int, str, str]:
     return rows, "rows of an optimizer step", "gradient_accumulation_steps"
 
 
-def check_model(model: str | PreTrainedModel, args: TrainingArguments, call: dict[str, Any]) -> None:
+def check_model(
+    model: str | PreTrainedModel, args: TrainingArguments, call: dict[str, Any]
+) -> None:
     """Raise `ConfigurationError` if the weights cannot be sent or cannot be trained."""
     config = config_of(model, args)
     check_quantization(config, args, call)
@@ -440,11 +484,17 @@ def check_model(model: str | PreTrainedModel, args: TrainingArguments, call: dic
 
 def check_trained(model: str | PreTrainedModel, peft_config: Any) -> None:
     """Reject a model without a trained parameter: every step would have a gradient of zero, or fail under ZeRO-3."""
-    if isinstance(model, str) or peft_config is not None or any(one.requires_grad for one in model.parameters()):
+    if (
+        isinstance(model, str)
+        or peft_config is not None
+        or any(one.requires_grad for one in model.parameters())
+    ):
         return
     cure = "Let some parameters have `requires_grad=True`, or pass a `peft_config`."
     if hasattr(model, "peft_config"):
-        cure = "Load the adapter with `PeftModel.from_pretrained(model, adapter, is_trainable=True)`."
+        cure = (
+            "Load the adapter with `PeftModel.from_pretrained(model, adapter, is_trainable=True)`."
+        )
     raise ConfigurationError(
         f"No parameter of the model ({type(model).__name__}) is trained.",
         setting="model",
@@ -472,11 +522,17 @@ def config_of(model: str | PreTrainedModel, args: TrainingArguments) -> PreTrain
         return model.config
     given = getattr(args, "model_init_kwargs", None) or {}
     trusted = given.get("trust_remote_code", getattr(args, "trust_remote_code", False))
-    of_the_hub = {name: given[name] for name in ("revision", "token", "cache_dir", "subfolder") if name in given}
+    of_the_hub = {
+        name: given[name]
+        for name in ("revision", "token", "cache_dir", "subfolder")
+        if name in given
+    }
     return AutoConfig.from_pretrained(model, trust_remote_code=trusted, **of_the_hub)
 
 
-def check_quantization(config: PreTrainedConfig, args: TrainingArguments, call: dict[str, Any]) -> None:
+def check_quantization(
+    config: PreTrainedConfig, args: TrainingArguments, call: dict[str, Any]
+) -> None:
     """Reject a quantized base: an engine would load its packed weights as unpacked ones, or fail late."""
     wanted = [
         call.get("quantization_config"),
@@ -499,7 +555,10 @@ def adapters_of(model: str | PreTrainedModel, peft_config: Any) -> list[Any]:
 
 def check_adapters(model: str | PreTrainedModel, peft_config: Any) -> None:
     """Reject PEFT's methods besides LoRA: prompt tuning adds no layer, for example, and engines would not see it."""
-    kinds = {str(getattr(one.peft_type, "value", one.peft_type)) for one in adapters_of(model, peft_config)}
+    kinds = {
+        str(getattr(one.peft_type, "value", one.peft_type))
+        for one in adapters_of(model, peft_config)
+    }
     if wrong := kinds - SENT_ADAPTERS:
         raise ConfigurationError(
             f"Node mode sends LoRA adapters (also rsLoRA and DoRA), got {', '.join(sorted(wrong))}: the "
@@ -512,7 +571,9 @@ def check_adapters(model: str | PreTrainedModel, peft_config: Any) -> None:
 
 def check_dora(model: str | PreTrainedModel, args: TrainingArguments, peft_config: Any) -> None:
     """Reject DoRA under ZeRO-3: PEFT 0.21 reads weights outside of their layer's forward, where they are sharded."""
-    if zero_stage(args) == 3 and any(getattr(one, "use_dora", False) for one in adapters_of(model, peft_config)):
+    if zero_stage(args) == 3 and any(
+        getattr(one, "use_dora", False) for one in adapters_of(model, peft_config)
+    ):
         raise ConfigurationError(
             "PEFT's DoRA cannot be trained under ZeRO-3 (`IndexError: tuple index out of range` in its forward).",
             setting="peft_config",

@@ -44,10 +44,14 @@ class NodeFields(Settings, _Arguments):
 
     """
 
-    _not_for: ClassVar[dict[str, str]] = {}  # fields that this trainer does not support -> reason and cure
+    # fields that this trainer does not support -> reason and cure
+    _not_for: ClassVar[dict[str, str]] = {}
 
     use_vllm: bool = field(
-        default=True, metadata={"help": "Whether to generate with vLLM. Here the default is `True` (TRL: `False`)."}
+        default=True,
+        metadata={
+            "help": "Whether to generate with vLLM. Here the default is `True` (TRL: `False`)."
+        },
     )
     vllm_mode: str = field(
         default="node",
@@ -58,14 +62,18 @@ class NodeFields(Settings, _Arguments):
     )
     vllm_gpu_memory_utilization: float | None = field(
         default=None,
-        metadata={"help": "Share of a GPU's memory for vLLM. Default: 0.9; 0.3 if engines share a GPU with a rank."},
+        metadata={
+            "help": "Share of a GPU's memory for vLLM. Default: 0.9; 0.3 if engines share a GPU with a rank."
+        },
     )
 
     def __post_init__(self) -> None:
         check_values(self, is_node_mode(self))  # first, because TRL calculates with some of them
         self._VALID_DICT_FIELDS: list[str] = [*super()._VALID_DICT_FIELDS, "engine_kwargs"]
         if self.vllm_mode != "node" and self.vllm_gpu_memory_utilization is None:
-            self.vllm_gpu_memory_utilization = trls_default(type(self), "vllm_gpu_memory_utilization")
+            self.vllm_gpu_memory_utilization = trls_default(
+                type(self), "vllm_gpu_memory_utilization"
+            )
         self._correct_per_token()
         try:
             super().__post_init__()

@@ -18,7 +18,10 @@ COMPARED = (
     "optimizer", "scheduler", "fp16", "bf16",
 )  # fmt: skip
 # Those that transformers compares only when it knows the number of steps
-OF_SCHEDULER = {"scheduler.params.total_num_steps": "max_steps", "scheduler.params.warmup_num_steps": "warmup_steps"}
+OF_SCHEDULER = {
+    "scheduler.params.total_num_steps": "max_steps",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+}
 ARGUMENTS = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm", "learning_rate", "adam_beta1",
     "adam_beta2", "adam_epsilon", "weight_decay", "save_on_each_node", "fp16", "fp16_full_eval", "bf16",
@@ -53,7 +56,9 @@ class Unknown:
     __rmul__ = __mul__
 
 
-def differences(config: Mapping[str, Any], arguments: Mapping[str, Any], world_size: int) -> list[Difference]:
+def differences(
+    config: Mapping[str, Any], arguments: Mapping[str, Any], world_size: int
+) -> list[Difference]:
     """Return the values that differ between DeepSpeed's config and the arguments of a trainer.
 
     Args:
@@ -83,7 +88,9 @@ def differences(config: Mapping[str, Any], arguments: Mapping[str, Any], world_s
             before = len(self.mismatches)
             super().fill_match(ds_key_long, hf_val, hf_key, must_match)
             if len(self.mismatches) > before:
-                found.append(Difference(ds_key_long, self.get_value(ds_key_long), hf_key or "", hf_val))
+                found.append(
+                    Difference(ds_key_long, self.get_value(ds_key_long), hf_key or "", hf_val)
+                )
 
     compared = Compared(copy.deepcopy(dict(config)))
     given = {name: arguments.get(name, Unknown()) for name in ARGUMENTS}
@@ -92,7 +99,8 @@ def differences(config: Mapping[str, Any], arguments: Mapping[str, Any], world_s
     compared.trainer_config_process(SimpleNamespace(world_size=world_size, **given))
     for key, name in OF_SCHEDULER.items():
         value = given[name]
-        if not isinstance(value, Unknown) and value >= 1:  # else a share of the steps, or the length of the dataset
+        # else a share of the steps, or the length of the dataset
+        if not isinstance(value, Unknown) and value >= 1:
             compared.fill_match(key, int(value), name)
     return found
 
@@ -110,7 +118,9 @@ def check_deepspeed_values(args: Any) -> None:
     known = {name: getattr(args, name) for name in ARGUMENTS if hasattr(args, name)}
     found = differences(plugin.hf_ds_config.config, known, args.world_size)
     if found:
-        each = ", ".join(f"`{one.key}` {one.value} (`{one.argument}` {one.expected})" for one in found)
+        each = ", ".join(
+            f"`{one.key}` {one.value} (`{one.argument}` {one.expected})" for one in found
+        )
         raise ConfigurationError(
             f"DeepSpeed's config and the training arguments both set values, and differ: {each}.",
             setting="deepspeed",

@@ -12,7 +12,9 @@ REFUSED_GENERATION_KEYS = {
     "n": "the number of completions is `num_generations`",
     "seed": "use `rollout_seed`, which gives every row its own seed",
     "logprobs": "the trainer needs exactly the sampled token's log-prob",
-} | dict.fromkeys(("detokenize", "flat_logprobs", "output_kind"), "node mode sets it for every request")
+} | dict.fromkeys(
+    ("detokenize", "flat_logprobs", "output_kind"), "node mode sets it for every request"
+)
 NO_BEAMS = "vLLM's sampling has no beam search; leave it out"
 # names of transformers and of older versions of vLLM that vLLM's `SamplingParams` lacks
 FOREIGN_GENERATION_KEYS = {
@@ -30,7 +32,10 @@ FOREIGN_GENERATION_KEYS = {
     "suppress_tokens": "use `logit_bias`",
     "no_repeat_ngram_size": "vLLM has no such setting; `repetition_penalty` is the nearest",
     "guided_decoding": "use `structured_outputs`",
-} | dict.fromkeys(("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping"), NO_BEAMS)
+} | dict.fromkeys(
+    ("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping"),
+    NO_BEAMS,
+)
 DTYPES = ("auto", "float32", "bfloat16", "float16")  # of an engine's weights
 REFUSED_ENGINE_KEYS = {
     "model": "the engines serve the trainer's model",
@@ -80,7 +85,9 @@ def check_keys(generation_kwargs: dict | None, engine_kwargs: dict, node_mode: b
             expected=DTYPES,
         )
     for key in engine_kwargs:
-        reason = REFUSED_ENGINE_KEYS.get(key) or (_unknown_to("EngineArgs", key, engine_keys()) if node_mode else None)
+        reason = REFUSED_ENGINE_KEYS.get(key) or (
+            _unknown_to("EngineArgs", key, engine_keys()) if node_mode else None
+        )
         if reason is not None:
             raise ConfigurationError(
                 f"`engine_kwargs` may not contain {key!r}:",
@@ -128,7 +135,9 @@ def fields_in_vllm(file: str, *kinds: str) -> frozenset[str]:
     source = Path(package.origin).parent / file
     tree = ast.parse(source.read_text() if source.is_file() else "")
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in kinds]
-    return frozenset(name for node in classes for name in _annotated(node) if not name.startswith("_"))
+    return frozenset(
+        name for node in classes for name in _annotated(node) if not name.startswith("_")
+    )
 
 
 def _annotated(node: ast.ClassDef) -> list[str]:

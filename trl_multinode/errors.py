@@ -58,7 +58,9 @@ class ConfigurationError(MultiNodeError, ValueError):
         rank: int | None = None,
     ):
         numbers = {"node": node, "rank": rank}
-        place = ", ".join(f"{name} {number}" for name, number in numbers.items() if number is not None)
+        place = ", ".join(
+            f"{name} {number}" for name, number in numbers.items() if number is not None
+        )
         super().__init__(" ".join(filter(None, [f"{place}:" if place else "", problem, cure])))
         self.setting, self.got, self.expected, self.cure = setting, got, expected, cure
         self.node, self.rank = node, rank

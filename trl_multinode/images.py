@@ -23,7 +23,9 @@ def has_images(row: dict) -> bool:
     if images_of(row):
         return True
     messages = row["prompt"] if isinstance(row.get("prompt"), list) else []
-    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    contents = [
+        message["content"] for message in messages if isinstance(message.get("content"), list)
+    ]
     return any(part.get("type") == "image" for content in contents for part in content)
 
 
@@ -70,7 +72,11 @@ def may_have_images(dataset: Any, is_vlm: bool) -> bool:
 
 def with_lists_of_images(inputs: list[dict]) -> list[dict]:
     """Add a column `images`, which TRL reads first, if any row has `image=None`: processors reject `None`."""
-    if "image" not in inputs[0] or "images" in inputs[0] or all(row["image"] is not None for row in inputs):
+    if (
+        "image" not in inputs[0]
+        or "images" in inputs[0]
+        or all(row["image"] is not None for row in inputs)
+    ):
         return inputs
     return [{**row, "images": images_of(row)} for row in inputs]
 

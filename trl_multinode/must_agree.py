@@ -26,7 +26,12 @@ from .run.reporter import warn
 from .run.values import digest_of, flat, text_of
 from .run.versions import MUST_AGREE, local_versions, major_minor
 
-OURS = ("trl", "transformers", "trl_multinode")  # packages whose fields must agree; a user's own may differ
+# packages whose fields must agree; a user's own may differ
+OURS = (
+    "trl",
+    "transformers",
+    "trl_multinode",
+)
 
 # field -> why it may differ between ranks
 MAY_DIFFER = {
@@ -78,8 +83,20 @@ LAUNCH_VARIABLES = (
 PATHS = ("_path", "_file", "_dir", "_folder")  # ends of names whose values belong to a node
 
 # entries of a config that name the copy, and the program that wrote it
-OF_A_COPY = {"_name_or_path", "base_model_name_or_path", "name_or_path", "transformers_version", "peft_version"}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
+OF_A_COPY = {
+    "_name_or_path",
+    "base_model_name_or_path",
+    "name_or_path",
+    "transformers_version",
+    "peft_version",
+}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 ROWS = 1024  # of a dataset, compared if the fingerprints differ
 CURE = (
     "Start the same script with the same arguments, files and versions on every node, and let it draw nothing that "
@@ -112,7 +129,9 @@ def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     for library, version in local_versions().items():
         if library in MUST_AGREE:
             facts.add(f"version of {library}", ".".join(major_minor(version)))
-    facts.add("`dtype` in `engine_kwargs`", NodeSettings.of(args).engine_kwargs.get("dtype", "auto"))
+    facts.add(
+        "`dtype` in `engine_kwargs`", NodeSettings.of(args).engine_kwargs.get("dtype", "auto")
+    )
     refuse(host.agreement.compare(facts))
     warn_of(host, args)
     check_rows(host, args, call)
@@ -126,7 +145,11 @@ def check_training(host: NodeHost, args: Any, resume_from_checkpoint: str | bool
     """
     facts = host.agreement.facts()
     add_arguments(facts, args)
-    facts.add("`resume_from_checkpoint` of `train`", resume_from_checkpoint, by_node=args.save_on_each_node)
+    facts.add(
+        "`resume_from_checkpoint` of `train`",
+        resume_from_checkpoint,
+        by_node=args.save_on_each_node,
+    )
     refuse(host.agreement.compare(facts))
 
 
@@ -144,7 +167,9 @@ def refuse(found: Sequence[Disagreement]) -> None:
 def warn_of(host: NodeHost, args: Any) -> None:
     """Warn, on rank 0, of what may differ but rarely should: versions of libraries, fields of the user's own class."""
     facts = host.agreement.facts()
-    facts.add_all({f"version of {library}": version for library, version in local_versions().items()})
+    facts.add_all(
+        {f"version of {library}": version for library, version in local_versions().items()}
+    )
     for one in fields(args):
         if not is_ours(args, one.name):
             facts.add(f"`{one.name}`", getattr(args, one.name))
@@ -170,7 +195,11 @@ def add_arguments(facts: Facts, args: Any) -> None:
 
 def is_ours(args: Any, name: str) -> bool:
     """Return whether the first class that defines a field is one of the libraries'."""
-    owner = next(kind for kind in reversed(type(args).__mro__) if name in vars(kind).get("__annotations__", {}))
+    owner = next(
+        kind
+        for kind in reversed(type(args).__mro__)
+        if name in vars(kind).get("__annotations__", {})
+    )
     return owner.__module__.split(".")[0] in OURS
 
 
@@ -217,7 +246,10 @@ def tokenizer_files(model: str | PreTrainedModel) -> dict[str, str]:
     for file in TOKENIZER_FILES if name else ():
         # `None` if the model has no such file
         path = cached_file(
-            name, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+            name,
+            file,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
         )
         if path is not None:
             found[f"tokenizer file {file}"] = digest_of(Path(path).read_bytes())
@@ -232,7 +264,9 @@ def tokenizer_parts(given: Any) -> dict[str, Any]:
         vocabulary = text_of(getattr(tokenizer, "get_vocab", dict)())
     else:  # the last call leaves its padding and truncation there, and only one rank may have tokenized the dataset
         state = json.loads(backend.to_str())
-        vocabulary = text_of({name: part for name, part in state.items() if name not in ("padding", "truncation")})
+        vocabulary = text_of(
+            {name: part for name, part in state.items() if name not in ("padding", "truncation")}
+        )
     return {
         "chat template": getattr(given, "chat_template", None),
         "vocabulary of the tokenizer": digest_of(vocabulary),
@@ -264,17 +298,25 @@ def named_datasets(call: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def sizes_of(dataset: Any) -> dict[str, Any]:
     """Return what can be said of a dataset without reading it; nothing is read of a stream."""
     rows = len(dataset) if hasattr(dataset, "__len__") else None
-    return {"type": type(dataset).__name__, "rows": rows, "columns": getattr(dataset, "column_names", None)}
+    return {
+        "type": type(dataset).__name__,
+        "rows": rows,
+        "columns": getattr(dataset, "column_names", None),
+    }
 
 
 def check_rows(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     """Compare rows of the datasets whose fingerprints differ, as they are stored: without transforms, undecoded."""
     facts = host.agreement.facts()
     datasets = {f"`{name}`": dataset for name, dataset in named_datasets(call)}
-    facts.add_all({name: getattr(dataset, "_fingerprint", None) for name, dataset in datasets.items()})
+    facts.add_all(
+        {name: getattr(dataset, "_fingerprint", None) for name, dataset in datasets.items()}
+    )
     differing = {one.name for one in host.agreement.compare(facts)}
     # a list has no fingerprint
-    compared = [name for name, dataset in datasets.items() if name in differing or isinstance(dataset, list)]
+    compared = [
+        name for name, dataset in datasets.items() if name in differing or isinstance(dataset, list)
+    ]
     if not compared:
         return
     rows = host.agreement.facts()

@@ -34,7 +34,9 @@ class NodeSettings(Settings):
     """
 
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]  # parsed, if it was JSON
-    vllm_gpu_memory_utilization: float | None = None  # `None` in this library's configs unless the user sets it
+    vllm_gpu_memory_utilization: float | None = (
+        None  # `None` in this library's configs unless the user sets it
+    )
     # fields of TRL and transformers that the engines need
     vllm_tensor_parallel_size: int = 1
     seed: int = 42
@@ -45,7 +47,9 @@ class NodeSettings(Settings):
     @classmethod
     def of(cls, args: Any) -> "NodeSettings":
         """Read the settings from a config; a field that it lacks gets its default."""
-        given = {one.name: getattr(args, one.name) for one in fields(cls) if hasattr(args, one.name)}
+        given = {
+            one.name: getattr(args, one.name) for one in fields(cls) if hasattr(args, one.name)
+        }
         if (devices := given.get("vllm_devices")) is not None:
             given["vllm_devices"] = list(devices)
         further = given.get("engine_kwargs") or {}
@@ -104,7 +108,11 @@ def zero_stage(args: Any) -> int:
 def ignored_settings(args: Any) -> list[str]:
     """Return the settings of a config that have no effect in node mode and differ from their default."""
     known = {one.name: one.default for one in fields(args)} if is_dataclass(args) else {}
-    return [name for name in IGNORED_IN_NODE_MODE if name in known and getattr(args, name) != known[name]]
+    return [
+        name
+        for name in IGNORED_IN_NODE_MODE
+        if name in known and getattr(args, name) != known[name]
+    ]
 
 
 def check_settings(args: Any) -> None:
@@ -250,7 +258,8 @@ def _check_node_mode(args: Any, setting: str) -> None:
 def _check_dynamic_sampling(args: Any, settings: NodeSettings) -> None:
     if not settings.dynamic_sampling:
         return
-    if not settings.scores_groups:  # whose own checks are node mode and groups that do not straddle ranks
+    # whose own checks are node mode and groups that do not straddle ranks
+    if not settings.scores_groups:
         raise ConfigurationError(
             "`dynamic_sampling` needs `score_groups`, got None: whether a group is used depends on its "
             "rewards, which TRL computes once the round is chosen.",

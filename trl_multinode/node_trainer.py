@@ -42,7 +42,9 @@ def bound_arguments(kind: type, *args: Any, **kwargs: Any) -> dict[str, Any]:
     signature = inspect.signature(kind.__init__)  # type: ignore[misc]
     call = signature.bind(*args, **kwargs).arguments
     del call["self"]
-    rest = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), None)
+    rest = next(
+        (name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), None
+    )
     return call | call.pop(rest, {}) if rest else call
 
 
@@ -74,7 +76,9 @@ class NodeTrainer(HubTrainer):
     # every rank calls `generate` exactly once per round, and a collective other than `gather` follows it
     _generates_once: ClassVar[bool] = False
     _record: RunRecord | None = None  # on rank 0
-    _sync_mark: ClassVar[str] = "_last_loaded_step"  # TRL's attribute with the step at which vLLM last got weights
+    _sync_mark: ClassVar[str] = (
+        "_last_loaded_step"  # TRL's attribute with the step at which vLLM last got weights
+    )
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -110,7 +114,9 @@ class NodeTrainer(HubTrainer):
         check_agreement(host, settings, call)
 
     def _default_args(self, model: Any) -> Any:
-        name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
+        name = (
+            model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
+        )
         return self._config(f"{name.split('/')[-1]}-{self._name}")
 
     @staticmethod
@@ -120,20 +126,25 @@ class NodeTrainer(HubTrainer):
 
     def _wire(self, host: NodeHost) -> None:
         host.follow(self)
-        if getattr(self, "max_completion_length", 0) is None:  # TRL's tool loop compares lengths with it
+        # TRL's tool loop compares lengths with it
+        if getattr(self, "max_completion_length", 0) is None:
             self.max_completion_length = self.vllm_generation.max_completion_length
         self._sampled = {name: getattr(self, name) for name in SAMPLING if hasattr(self, name)}
         self._eval_rounds = 0
         self._meter = StalenessMeter(self.args)
         iterations = getattr(self, "num_iterations", 1)
         self._history = LogHistory()
-        self._report = StepReport(host, self.accelerator, self._meter, self.vllm_generation, self.model, iterations)
+        self._report = StepReport(
+            host, self.accelerator, self._meter, self.vllm_generation, self.model, iterations
+        )
         report_steps(self.callback_handler.callbacks)
         self._record = RunRecord(host, self.args, self.model) if host.topology.rank == 0 else None
         self._resume = Resume(self)
         host.watch.ending.checkpoint = partial(newest_whole, Path(self.args.output_dir))
         if (minutes := host.settings.save_minutes) is not None:
-            self.add_callback(SaveByTime(minutes, host.agreement.save, decides=host.topology.rank == 0))
+            self.add_callback(
+                SaveByTime(minutes, host.agreement.save, decides=host.topology.rank == 0)
+            )
         self.add_callback(SaveAtPreemption(host.agreement.preemption, self.args.output_dir))
 
     @property
@@ -197,7 +208,8 @@ class NodeTrainer(HubTrainer):
         self._begin_round()
         with self.vllm_generation.recovering(), self._aligned(self.host):
             output = make()
-        if self.vllm_generation.generated:  # a `rollout_func` may take its completions from elsewhere
+        # a `rollout_func` may take its completions from elsewhere
+        if self.vllm_generation.generated:
             counts = self._check_completions(output)
             if self.model.training:
                 self._meter.add_round(*self.vllm_generation.lag)
@@ -238,11 +250,15 @@ class NodeTrainer(HubTrainer):
 
     # ---- seams ------------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         with self._guarded():
             if self.host is not None:
                 check_training(self.host, self.args, resume_from_checkpoint)
-                self.host.watch.ending.resumes = resume_from_checkpoint is True or bool(self.host.watch.ending.resumes)
+                self.host.watch.ending.resumes = resume_from_checkpoint is True or bool(
+                    self.host.watch.ending.resumes
+                )
                 resume_from_checkpoint = self._resume.choose(resume_from_checkpoint)
                 self._resume.warn_of_replaced(self.host.watch.ending.resumes)
                 self.weights_changed()
@@ -283,7 +299,8 @@ class NodeTrainer(HubTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        if self.host is not None:  # the script, `push_to_hub` and every checkpoint call this method on all ranks
+        # the script, `push_to_hub` and every checkpoint call this method on all ranks
+        if self.host is not None:
             self.host.updates.check_before_save(self.model)
         super().save_model(*args, **kwargs)
 
@@ -306,9 +323,12 @@ class NodeTrainer(HubTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         found: dict[str, float] = {}
-        if self.host is not None and "loss" in logs:  # all ranks log `loss`; a script may log other values on one rank
+        # all ranks log `loss`; a script may log other values on one rank
+        if self.host is not None and "loss" in logs:
             steps_left = self.state.max_steps - self.state.global_step
-            found = self._history.named(self._report.metrics(self.vllm_generation.last_sync, steps_left))
+            found = self._history.named(
+                self._report.metrics(self.vllm_generation.last_sync, steps_left)
+            )
         super().log(logs | found, start_time)
         if self.host is not None and self.state.log_history:
             self._history.add(self.state.log_history[-1], frozenset(found))
@@ -324,7 +344,9 @@ class RewardedNodeTrainer(NodeTrainer):
         self._texts = TextLogging(self._code(), keep=self.args.log_completions)
         self._reward_calls = RewardCalls.of(host)
         if not self.args.log_completions:
-            self.log_multimodal = False  # TRL would gather the images to all ranks in every round, unused
+            self.log_multimodal = (
+                False  # TRL would gather the images to all ranks in every round, unused
+            )
 
     def _one_round(self, make: Callable[[], Any]) -> Any:
         with self._texts.during_scoring() if self.host is not None else nullcontext():
@@ -341,7 +363,11 @@ class RewardedNodeTrainer(NodeTrainer):
             super()._log_completion_extra(column, values)
 
     def _calculate_rewards(
-        self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
+        self,
+        inputs: list[dict[str, Any]],
+        prompts: list,
+        completions: list,
+        completion_ids_list: list[list[int]],
     ) -> torch.Tensor:
         if self.host is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

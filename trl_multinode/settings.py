@@ -34,7 +34,9 @@ class Number:
 
     def contains(self, value: float) -> bool:
         """Return whether a value is in the range."""
-        is_low = (self.least is not None and value < self.least) or (self.above is not None and value <= self.above)
+        is_low = (self.least is not None and value < self.least) or (
+            self.above is not None and value <= self.above
+        )
         return isfinite(value) and not is_low and value <= self.most
 
     def __str__(self) -> str:
@@ -120,7 +122,8 @@ class Settings:
         "`max_num_seqs`, and `dtype` is bfloat16 or float16 if the trainer uses it, else the model's own.",
     )
     engine_start_timeout: Annotated[float, SECONDS] = setting(
-        900.0, "Time in which all engines of a node must be ready, and all ranks must have imported this library."
+        900.0,
+        "Time in which all engines of a node must be ready, and all ranks must have imported this library.",
     )
     engine_stall_timeout: Annotated[float, SECONDS] = setting(
         300.0,
@@ -177,18 +180,24 @@ class Settings:
         "its rows are spread over ranks and nodes (bitwise on a CPU in fp32; on a GPU, batch-dependent rounding can "
         "change a token). The later turns of tools and environments are included.",
     )
-    max_staleness: Annotated[int, Number("generation rounds", least=0, most=MOST_STALENESS)] = setting(
-        0,
-        "Generation rounds that are begun while a round trains. 0: the engines generate every round with the newest "
-        "weights, while the ranks wait. 1: while a round trains, they generate the next one with the older weights; a "
-        "sync waits for all its completions, and prompts, their order and the number of optimizer steps stay the "
-        "same. From 2 on completions stay in flight: they continue across a sync, and engines never run empty, which "
-        "pays off when the lengths of completions differ much. Every step then trains on the groups that are "
-        "complete, so their order differs from that of the dataset; every group is trained exactly once, and "
-        "`max_age` bounds how long it stays open. From 1 on TRL's importance-sampling correction is required, which "
-        "becomes the off-policy correction. See docs/use/ahead.md.",
+    max_staleness: Annotated[int, Number("generation rounds", least=0, most=MOST_STALENESS)] = (
+        setting(
+            0,
+            "Generation rounds that are begun while a round trains. 0: the engines generate every"
+            " round with the newest weights, while the ranks wait. 1: while a round trains, they "
+            "generate the next one with the older weights; a sync waits for all its completions, "
+            "and prompts, their order and the number of optimizer steps stay the same. From 2 on "
+            "completions stay in flight: they continue across a sync, and engines never run "
+            "empty, which pays off when the lengths of completions differ much. Every step then "
+            "trains on the groups that are complete, so their order differs from that of the "
+            "dataset; every group is trained exactly once, and `max_age` bounds how long it stays"
+            " open. From 1 on TRL's importance-sampling correction is required, which becomes the"
+            " off-policy correction. See docs/use/ahead.md.",
+        )
     )
-    max_age: Annotated[int | None, Number("generation rounds", least=1), DefaultIs("3 x `max_staleness`")] = setting(
+    max_age: Annotated[
+        int | None, Number("generation rounds", least=1), DefaultIs("3 x `max_staleness`")
+    ] = setting(
         None,
         "From `max_staleness=2` on: rounds after which a step waits for a group that was begun. `max_staleness` "
         "bounds how many rounds are open, this how old a trained token can be. The same number for both keeps the "
@@ -208,7 +217,9 @@ class Settings:
         "stops, because some weights of the engine must be stale. 0 turns this check and the probe off; NaN in more "
         "than one of a hundred trained tokens always stops the run.",
     )
-    micro_batch_tokens: Annotated[int | None, Number("slots", least=1), DefaultIs("TRL's micro-batches")] = setting(
+    micro_batch_tokens: Annotated[
+        int | None, Number("slots", least=1), DefaultIs("TRL's micro-batches")
+    ] = setting(
         None,
         "Largest rows x padded length of a micro-batch. The rows of every optimizer step are regrouped into "
         "micro-batches of similar cost. Every row, its prompt included, must fit. See docs/use/balance.md.",
@@ -225,10 +236,13 @@ class Settings:
         "them through the engines, so that a lack of memory shows in the first minutes. Weights, optimizer, random "
         "states and later completions are the same with and without. See docs/use/checkpoints.md.",
     )
-    save_minutes: Annotated[float | None, Number("min", above=0, most=1e6), DefaultIs("none")] = setting(
-        None,
-        "Save a checkpoint whenever so many minutes have passed since the last one, at the end of an optimizer step, "
-        "in addition to those of `save_strategy`. See docs/use/checkpoints.md.",
+    save_minutes: Annotated[float | None, Number("min", above=0, most=1e6), DefaultIs("none")] = (
+        setting(
+            None,
+            "Save a checkpoint whenever so many minutes have passed since the last one, at the "
+            "end of an optimizer step, in addition to those of `save_strategy`. See "
+            "docs/use/checkpoints.md.",
+        )
     )
     preemption_grace: Annotated[float, SECONDS] = setting(
         600.0,
@@ -339,7 +353,9 @@ def check_value(name: str, value: Any, hint: Any) -> None:
     """
     rule = Rule.of(hint)
     if not any(_is_of(value, kind) for kind in rule.kinds):
-        raise _refusal(name, value, " or ".join(map(_name, rule.kinds)), f" ({type(value).__name__})")
+        raise _refusal(
+            name, value, " or ".join(map(_name, rule.kinds)), f" ({type(value).__name__})"
+        )
     if value is None:
         return
     is_list = isinstance(value, list | tuple)
@@ -361,7 +377,10 @@ def _check_limit(name: str, value: Any, limit: Number | OneOf) -> None:
 def _refusal(name: str, got: Any, expected: str, why: str = "") -> ConfigurationError:
     """Return the error for a value; `name` has the setting in backticks, and may say which dictionary it is in."""
     return ConfigurationError(
-        f"{name} must be {expected}, got {got!r}{why}.", setting=name.split("`")[1], got=got, expected=expected
+        f"{name} must be {expected}, got {got!r}{why}.",
+        setting=name.split("`")[1],
+        got=got,
+        expected=expected,
     )
 
 
@@ -370,7 +389,9 @@ def _is_of(value: Any, kind: Any) -> bool:
     if kind is type(None):
         return value is None
     if get_origin(kind) is list:
-        return isinstance(value, list | tuple) and all(_is_of(one, get_args(kind)[0]) for one in value)
+        return isinstance(value, list | tuple) and all(
+            _is_of(one, get_args(kind)[0]) for one in value
+        )
     if get_origin(kind) is dict:
         return isinstance(value, Mapping)
     if kind in (int, float):
@@ -381,7 +402,13 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 def _name(kind: Any) -> str:
     """Return a type as an error names it."""
-    names = {type(None): "None", bool: "True or False", int: "an integer", float: "a number", str: "a text"}
+    names = {
+        type(None): "None",
+        bool: "True or False",
+        int: "an integer",
+        float: "a number",
+        str: "a text",
+    }
     return names.get(kind) or f"a {_written(kind)}"
 
 

@@ -78,18 +78,27 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if self.environment_factories is not None:
             self._tool_calls.watch_environments(self)
         owner = owner_of(type(self), *LOSSES)
-        self._ratio_check = RatioCheck(owner) if owner is not None and host.settings.max_staleness else None
+        self._ratio_check = (
+            RatioCheck(owner) if owner is not None and host.settings.max_staleness else None
+        )
         if host.settings.dynamic_sampling:
             self._again = SamplingAgain(host.settings, self)
         if runs_ahead(self, host.settings):
             self._recorder = Recorder(self, self._tool_calls)
-            self._scorer = GroupScorer(self, host, self._reward_calls) if host.settings.scores_groups else None
+            self._scorer = (
+                GroupScorer(self, host, self._reward_calls) if host.settings.scores_groups else None
+            )
             device = self.accelerator.device
-            self.vllm_generation.record(GroupMaker(self._recorder, device, self._scorer, self._again))
+            self.vllm_generation.record(
+                GroupMaker(self._recorder, device, self._scorer, self._again)
+            )
 
     def _check_call(self, host: NodeHost, settings: Any, call: dict[str, Any]) -> None:
         super()._check_call(host, settings, call)
-        if host.settings.dynamic_sampling and (owner := owner_of(type(self), "_calculate_rewards")) is not None:
+        if (
+            host.settings.dynamic_sampling
+            and (owner := owner_of(type(self), "_calculate_rewards")) is not None
+        ):
             raise ConfigurationError(
                 f"`dynamic_sampling` looks at the rewards of the functions, and `{owner.__name__}` has a "
                 "`_calculate_rewards` of its own, so groups would be dropped for rewards that are not "
@@ -111,7 +120,9 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     ) -> tuple[list, torch.Tensor | int | None]:
         if self.max_staleness:
             if self._upcoming is None or self._upcoming.source is not epoch_iterator:
-                self._upcoming = UpcomingBatches(epoch_iterator, self.max_staleness * self.steps_per_round)
+                self._upcoming = UpcomingBatches(
+                    epoch_iterator, self.max_staleness * self.steps_per_round
+                )
             epoch_iterator = self._upcoming.open_window()
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
@@ -142,7 +153,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             with self._replaying(len(rows)):
                 return score(with_lists_of_images(rows))
 
-        self.vllm_generation.seeds.num_rows = len(inputs)  # a `rollout_func` may generate fewer in its first call
+        # a `rollout_func` may generate fewer in its first call
+        self.vllm_generation.seeds.num_rows = len(inputs)
         output = self._one_round(make)
         if self.model.training:
             self._meter.add_weights(output)
@@ -199,14 +211,20 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             return inputs
         settings = self.host.settings  # type: ignore[union-attr]
         size = self._group_size(len(inputs), settings)
-        taken = self.vllm_generation.take_groups(len(inputs), size, partial(self._batch_ahead, inputs))
+        taken = self.vllm_generation.take_groups(
+            len(inputs), size, partial(self._batch_ahead, inputs)
+        )
         keeps_the_batch = self._recorder is None and not settings.in_flight
         return inputs if taken is None or keeps_the_batch else taken
 
     def _group_size(self, num_rows: int, settings: NodeSettings) -> int:
         """Return how many of a rank's rows are generated together, and taken together."""
         whole = not (settings.in_flight or settings.scores_groups)
-        if whole and (self._recorder is None or self.rollout_func is not None or num_rows % self.num_generations):
+        if whole and (
+            self._recorder is None
+            or self.rollout_func is not None
+            or num_rows % self.num_generations
+        ):
             return num_rows  # one wait for all, as TRL calls a `rollout_func`, or groups that straddle ranks
         return self.num_generations
 
@@ -228,8 +246,10 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if batch is None:
             return None
         if self._recorder is not None:
-            return batch, [[] for _ in batch]  # its group's thread tokenizes it, after the `reset` of its environment
-        if any(map(has_images, batch)):  # of a stream without columns: TRL builds these prompts while it scores
+            # its group's thread tokenizes it, after the `reset` of its environment
+            return batch, [[] for _ in batch]
+        # of a stream without columns: TRL builds these prompts while it scores
+        if any(map(has_images, batch)):
             return None
         prompt_ids, *_ = self._tokenize_prompts([copy.deepcopy(row["prompt"]) for row in batch])
         return batch, prompt_ids
@@ -238,7 +258,9 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if self._upcoming is None:
             return None
         ahead = rounds * self.steps_per_round - self._step % self.steps_per_round
-        left = (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
+        left = (
+            self.state.max_steps - self.state.global_step
+        ) * self.args.gradient_accumulation_steps
         batch = self._upcoming.after(inputs, ahead)
         return None if ahead >= left - self._upcoming.place_in_window(inputs) else batch
 

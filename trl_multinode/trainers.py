@@ -27,13 +27,17 @@ class MultiNodeRLOOTrainer(RewardedNodeTrainer, RLOOTrainer):
     """
 
     _trl, _config = RLOOTrainer, MultiNodeRLOOConfig
-    _scores: list[torch.Tensor] | None = None  # log-probs of this round's completions; the trained model's come first
+    _scores: list[torch.Tensor] | None = (
+        None  # log-probs of this round's completions; the trained model's come first
+    )
 
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
         self._monitor = DivergenceMonitor(host, self.args, self.vllm_generation)
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any, Any]:
+    def _get_per_token_logps_and_entropies(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, Any, Any]:
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self._scores is not None:
             self._scores.append(found[0])

@@ -25,7 +25,12 @@ class Bench:
     """An engine, the model whose weights it gets, and the settings of both."""
 
     def __init__(self, machine: Machine, trainer: SyncDriver, dtype: str, log_folder: Path):
-        self.machine, self.trainer, self.dtype, self.log_folder = machine, trainer, dtype, log_folder
+        self.machine, self.trainer, self.dtype, self.log_folder = (
+            machine,
+            trainer,
+            dtype,
+            log_folder,
+        )
         self.model, self.engines = trainer.model, trainer.engines
 
     @property
@@ -81,12 +86,20 @@ def bench(
         **engine_args:
             Further keywords of vLLM's `EngineArgs`.
     """
-    model = build_model(machine, shape, dtype, torch.device("cpu") if model_on_host else machine.device)
+    model = build_model(
+        machine, shape, dtype, torch.device("cpu") if model_on_host else machine.device
+    )
     args = machine.engine_args(dtype, eager, **{"max_model_len": 2048, **engine_args})
-    environment = machine.engine_environment(gpus) | ({"TRITON_F32_DEFAULT": "ieee"} if dtype == "fp32" else {})
+    environment = machine.engine_environment(gpus) | (
+        {"TRITON_F32_DEFAULT": "ieee"} if dtype == "fp32" else {}
+    )
     module = machine.engine_module
-    with running_engines(model, folder, module, stall_timeout_s=120.0, environment=environment, **args) as engines:
-        transport = Transport(kind, machine.device, pin=not machine.rehearsal, seen_as=[0], folder=folder)
+    with running_engines(
+        model, folder, module, stall_timeout_s=120.0, environment=environment, **args
+    ) as engines:
+        transport = Transport(
+            kind, machine.device, pin=not machine.rehearsal, seen_as=[0], folder=folder
+        )
         trainer = SyncDriver(model, engines, bucket_bytes(machine), transport=transport)
         trainer.send()
         yield Bench(machine, trainer, dtype, folder)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from .record import Recorder
 
-if TYPE_CHECKING:  # imports TRL and transformers, which `--list` and the check of the machine do not need
+# imports TRL and transformers, which `--list` and the check of the machine do not need
+if TYPE_CHECKING:
     from .machine import Machine
 
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -44,7 +45,9 @@ class Job:
         return [f"{stage} {self.name}" for stage in self.stages if stage in wanted]
 
 
-def weights(shape: str, dtype: str, eager: bool, environment: dict[str, str] | None = None, **engine_args):
+def weights(
+    shape: str, dtype: str, eager: bool, environment: dict[str, str] | None = None, **engine_args
+):
     """Return a function that runs stages a to d on one engine. It imports late, because the import takes 20 s."""
 
     def run(machine: "Machine", record: Recorder, name: str, folder: Path, stages: str) -> None:

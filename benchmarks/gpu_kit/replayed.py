@@ -11,7 +11,12 @@ from deepspeed.utils import safe_get_full_grad
 from multinode_kit.replay import ReplayTrainer, log_normal_length
 from trl_multinode import GRPOConfig
 
-PER_LAYER = ("q_proj", "down_proj", "input_layernorm")  # of every layer, enough to reveal a wrong gradient
+# of every layer, enough to reveal a wrong gradient
+PER_LAYER = (
+    "q_proj",
+    "down_proj",
+    "input_layernorm",
+)
 
 
 class Replayed(ReplayTrainer):
@@ -51,15 +56,22 @@ class Replayed(ReplayTrainer):
         return {"train_s": sum(self._step_s[-micro_steps:])}
 
 
-def build_replay(options: argparse.Namespace, settings: dict, reward: Callable, keywords: dict) -> Replayed:
+def build_replay(
+    options: argparse.Namespace, settings: dict, reward: Callable, keywords: dict
+) -> Replayed:
     """Build a trainer with learning rate 0: the weights stay, so the last gradient is independent of earlier steps."""
     changes = {"learning_rate": 0.0, "use_vllm": False, "generation_kwargs": None}
     cap = options.cap if options.arm == "balanced" else None
     args = GRPOConfig(**settings | changes, micro_batch_tokens=cap)
     Replayed.longest = options.completion
     trainer = Replayed(options.model, reward, args, **keywords)
-    trainer.use_vllm, trainer.vllm_importance_sampling_mode = True, "token_truncate"  # replayed rows have log-probs
+    # replayed rows have log-probs
+    trainer.use_vllm, trainer.vllm_importance_sampling_mode = (
+        True,
+        "token_truncate",
+    )
     if cap:
-        trainer._balance = type(trainer._balance)(trainer)  # rebuilt, because it has read the old mode
+        # rebuilt, because it has read the old mode
+        trainer._balance = type(trainer._balance)(trainer)
     trainer.start(options.folder / "gradient.pt")
     return trainer

@@ -9,7 +9,14 @@ from trl_multinode.engine.client import Rollout
 from trl_multinode.engine.node_engines import NodeEngines
 from trl_multinode.engine.stream import Request
 
-SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
+SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "ignore_eos": True,
+}
 PROMPT_TOKENS = 24
 Rows = list[tuple[list[int], Rollout]]
 
@@ -21,10 +28,17 @@ def prompts(vocabulary: int, count: int, length: int = PROMPT_TOKENS) -> list[li
 
 
 def sample(
-    engines: NodeEngines, asked: Sequence[list[int]], each: int, tokens: int, update: int, seeded: bool = True
+    engines: NodeEngines,
+    asked: Sequence[list[int]],
+    each: int,
+    tokens: int,
+    update: int,
+    seeded: bool = True,
 ) -> Rows:
     """Sample `each` rows of exactly `tokens` tokens for every prompt, each row with its own seed if `seeded`."""
-    requests = [Request(prompt, each, 100 * index if seeded else None) for index, prompt in enumerate(asked)]
+    requests = [
+        Request(prompt, each, 100 * index if seeded else None) for index, prompt in enumerate(asked)
+    ]
     groups = engines.generate(requests, tokens, SAMPLING, update)
     return [(prompt, row) for prompt, rows in zip(asked, groups, strict=True) for row in rows]
 
@@ -34,7 +48,9 @@ def trainer_logprobs(model: PreTrainedModel, rows: Rows, batch: int = 8) -> torc
     """Return the log-probs of rows of equal length under `model`, `(rows, tokens)` float32 on the CPU."""
     found = []
     for start in range(0, len(rows), batch):
-        ids = torch.tensor([[*prompt, *row.tokens.tolist()] for prompt, row in rows[start : start + batch]])
+        ids = torch.tensor(
+            [[*prompt, *row.tokens.tolist()] for prompt, row in rows[start : start + batch]]
+        )
         ids, first = ids.to(model.device), len(rows[start][0])
         scores = model(ids).logits[:, first - 1 : -1].float().log_softmax(-1)
         found.append(scores.gather(2, ids[:, first:, None])[..., 0].cpu())

@@ -26,19 +26,27 @@ def helper(*arguments: str, **keywords) -> subprocess.Popen:
     """Start `python -m gpu_kit.job` in a session of its own, so that this process never holds GPU memory."""
     path = os.pathsep.join([*map(str, FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "gpu_kit.job", *arguments]
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, start_new_session=True, **keywords)
+    return subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, start_new_session=True, **keywords
+    )
 
 
 def describe(rehearse: bool) -> dict:
     """Return the machine's description or `{"obstacle": ...}`, from a process that imports torch."""
-    process = helper("--describe", *(["--rehearse"] if rehearse else []), stdout=subprocess.PIPE, text=True)
+    process = helper(
+        "--describe", *(["--rehearse"] if rehearse else []), stdout=subprocess.PIPE, text=True
+    )
     try:
         said, _ = process.communicate(timeout=DESCRIBE_LIMIT_S)
     except subprocess.TimeoutExpired:
         end(process)
-        return {"obstacle": f"the check of this machine did not end within {DESCRIBE_LIMIT_S:.0f} s: see nvidia-smi."}
+        return {
+            "obstacle": f"the check of this machine did not end within {DESCRIBE_LIMIT_S:.0f} s: see nvidia-smi."
+        }
     if process.returncode != 0:
-        return {"obstacle": f"the check of this machine ended with code {process.returncode}; its error is above."}
+        return {
+            "obstacle": f"the check of this machine ended with code {process.returncode}; its error is above."
+        }
     return json.loads(said.splitlines()[-1])
 
 
@@ -54,7 +62,11 @@ def why_not(job: Job, meta: dict) -> str | None:
 
 
 def run_job(
-    job: Job, options: Namespace, logs: Path, deadline: float, keep: Callable[[dict[str, dict]], None]
+    job: Job,
+    options: Namespace,
+    logs: Path,
+    deadline: float,
+    keep: Callable[[dict[str, dict]], None],
 ) -> None:
     """Run a job; `keep` gets every row as soon as its stage has ended, and at the end those of unfinished stages.
 
@@ -71,7 +83,16 @@ def run_job(
     folder = logs / job.name.replace(" ", "-")
     folder.mkdir(parents=True)
     record = folder / "events.jsonl"
-    arguments = ["--job", job.name, "--stages", options.stages, "--record", str(record), "--folder", str(folder)]
+    arguments = [
+        "--job",
+        job.name,
+        "--stages",
+        options.stages,
+        "--record",
+        str(record),
+        "--folder",
+        str(folder),
+    ]
     arguments += ["--engine", options.engine, *(["--rehearse"] if options.rehearse else [])]
     with open(folder / "job.log", "wb") as log:
         process = helper(*arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -84,7 +105,9 @@ def run_job(
     last = (folder / "job.log").read_text(errors="replace").strip().splitlines()[-1:]
     result = SKIPPED if why == OUT_OF_TIME else FAILED
     why = why or f"the job ended with code {process.returncode}"
-    keep({key: without_figures(result, f"{why}: {' '.join(last)[-200:]}") for key in sorted(missing)})
+    keep(
+        {key: without_figures(result, f"{why}: {' '.join(last)[-200:]}") for key in sorted(missing)}
+    )
 
 
 def end(process: subprocess.Popen) -> None:
@@ -122,7 +145,10 @@ def follow(process: subprocess.Popen, record: Path, deadline: float, keep: Calla
 def ended(record: Path) -> tuple[int, dict[str, dict]]:
     """Return how many stages of a job have ended, and their rows by key."""
     found = [event for event in events(record) if event["event"] == "end"]
-    rows = {event["key"]: {name: event[name] for name in ("result", "why", "seconds", "figures")} for event in found}
+    rows = {
+        event["key"]: {name: event[name] for name in ("result", "why", "seconds", "figures")}
+        for event in found
+    }
     return len(found), rows
 
 

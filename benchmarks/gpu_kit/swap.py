@@ -52,5 +52,11 @@ def judge_swap(found: Bench, figures: dict, got: comparing.Rows, old: dict) -> N
     wrong = min((engine - before).abs().mean().item(), (engine - after).abs().mean().item())
     figures |= {"tokens_before_swap": cuts, "before": left, "after": right, "without_a_swap": wrong}
     require(all(0 < cut < engine.shape[1] for cut in cuts), f"no row was cut in two: {cuts}")
-    require(left <= limit and right <= limit, f"tokens differ by {left:.2g} before and {right:.2g} after the swap")
-    require(wrong >= STALE_FACTOR * max(left, right), "one set of weights explains the rows as well as two")
+    require(
+        left <= limit and right <= limit,
+        f"tokens differ by {left:.2g} before and {right:.2g} after the swap",
+    )
+    require(
+        wrong >= STALE_FACTOR * max(left, right),
+        "one set of weights explains the rows as well as two",
+    )

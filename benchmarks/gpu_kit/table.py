@@ -24,7 +24,11 @@ def rows(runs: list[dict]) -> str:
 def one_run(found: dict) -> str:
     meta = found["meta"]
     versions = ", ".join(f"{name} {version}" for name, version in meta["versions"].items())
-    kind = "**A rehearsal on a CPU: no figure says anything about a GPU.** " if meta["rehearsal"] else ""
+    kind = (
+        "**A rehearsal on a CPU: no figure says anything about a GPU.** "
+        if meta["rehearsal"]
+        else ""
+    )
     head = (
         f"{kind}{meta['num_gpus']} x {meta['device']} ({meta['memory_gib']} GiB), driver {meta['driver']}, CUDA "
         f"{meta['cuda']}, Python {meta['python']}, {versions}, {meta['cores']} cores, commit {meta['commit']}.\n\n"
@@ -35,7 +39,9 @@ def one_run(found: dict) -> str:
 
 def line(key: str, stage: dict) -> str:
     figures = ", ".join(f"{name} {value}" for name, value in stage["figures"].items())
-    said = "; ".join(filter(None, [stage.get("why"), figures])).replace("|", "\\|").replace("\n", " ")
+    said = (
+        "; ".join(filter(None, [stage.get("why"), figures])).replace("|", "\\|").replace("\n", " ")
+    )
     return f"| {key} | {stage['result']} | {stage['seconds']} | {said} |\n"
 
 
@@ -51,7 +57,10 @@ def evidence(row: str, runs: list[dict]) -> str:
     on: dict[str, None] = {}
     for name in EVIDENCE.get(row, ()):
         stages = [
-            (stage["result"], f"{run['meta']['device']}, vLLM {run['meta']['versions'].get('vllm')}")
+            (
+                stage["result"],
+                f"{run['meta']['device']}, vLLM {run['meta']['versions'].get('vllm')}",
+            )
             for run in runs
             if not run["meta"]["rehearsal"]
             for key, stage in run["stages"].items()

@@ -19,7 +19,9 @@ GENERATIONS = 4
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arm", choices=("ours", "colocate", "replay", "balanced"), required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--folder", type=Path, required=True)
@@ -52,8 +54,13 @@ class Clock(TrainerCallback):
         self.seconds.append(time.perf_counter())
 
     def figures(self) -> dict:
-        steps = [after - before for before, after in zip(self.seconds, self.seconds[1:], strict=False)]
-        found = {"step_s": sorted(steps)[len(steps) // 2] if steps else float("nan"), "steps": len(self.seconds)}
+        steps = [
+            after - before for before, after in zip(self.seconds, self.seconds[1:], strict=False)
+        ]
+        found = {
+            "step_s": sorted(steps)[len(steps) // 2] if steps else float("nan"),
+            "steps": len(self.seconds),
+        }
         if self._cpu:
             return found
         free, total = torch.cuda.mem_get_info()
@@ -96,7 +103,10 @@ def build(options: argparse.Namespace):
         from trl import GRPOConfig, GRPOTrainer
 
         return GRPOTrainer(
-            options.model, reward, GRPOConfig(**settings(options), **engine_settings(options)), **keywords
+            options.model,
+            reward,
+            GRPOConfig(**settings(options), **engine_settings(options)),
+            **keywords,
         )
     from trl_multinode import GRPOConfig, GRPOTrainer
 
@@ -118,7 +128,9 @@ def main() -> None:
     kept = {
         name.replace("/", "_"): value
         for name, value in log.items()
-        if name.startswith(("perf/", "sync/", "balance/", "sampling/sampling_logp", "grad_norm", "loss"))
+        if name.startswith(
+            ("perf/", "sync/", "balance/", "sampling/sampling_logp", "grad_norm", "loss")
+        )
         and not name.endswith(("slowest_node", "/min"))
     }
     extra = trainer.figures() if hasattr(trainer, "figures") else {}

@@ -20,7 +20,9 @@ HERE = Path(__file__).resolve()
 CONFIG = HERE.parents[2] / "accelerate_configs" / "1node.yaml"
 LAUNCH_LIMIT_S = 230.0
 LONGEST = 768
-CONTROL_IF_BELOW_S = 140.0  # two launches took so long that the third would exceed the limit of a stage
+CONTROL_IF_BELOW_S = (
+    140.0  # two launches took so long that the third would exceed the limit of a stage
+)
 
 
 def saved_model(machine: Machine, folder: Path, shape: str = "0.5B") -> Path:
@@ -41,11 +43,20 @@ def launch(machine: Machine, folder: Path, arm: str, model: Path, **options) -> 
     own = folder / options.pop("name", arm)
     own.mkdir(parents=True)
     config = NodesSpec(1, 1, {}, ZERO3).write(own, "127.0.0.1") if machine.rehearsal else CONFIG
-    arguments = ["--arm", arm, "--model", str(model), "--folder", str(own), *(["--cpu"] if machine.rehearsal else [])]
+    arguments = [
+        "--arm",
+        arm,
+        "--model",
+        str(model),
+        "--folder",
+        str(own),
+        *(["--cpu"] if machine.rehearsal else []),
+    ]
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         arguments += [flag] if value is True else [flag, str(value)]
-    if options.get("fp32"):  # the YAML file sets bf16, which would override the script's own arguments
+    # the YAML file sets bf16, which would override the script's own arguments
+    if options.get("fp32"):
         precision = ["--mixed_precision", "no"]
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "1",
@@ -59,7 +70,12 @@ def launch(machine: Machine, folder: Path, arm: str, model: Path, **options) -> 
         environment.pop("DS_ACCELERATOR", None)
     with open(own / "run.log", "wb") as log:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             code = process.wait(LAUNCH_LIMIT_S)
@@ -94,12 +110,19 @@ def balanced(machine: Machine, figures: dict, folder: Path) -> None:
             machine, folder, arm, model, name=name, fp32=True, rows=rows, micro_batch=4, steps=2, prompt=24,
             completion=longest, cap=4 * (longest + 32),
         )  # fmt: skip
-        figures |= {f"{name}_{key}": found[name][key] for key in ("train_s", "peak_gib") if key in found[name]}
+        figures |= {
+            f"{name}_{key}": found[name][key]
+            for key in ("train_s", "peak_gib")
+            if key in found[name]
+        }
     figures["speedup"] = found["trl"]["train_s"] / found["balanced"]["train_s"]
     figures["control"] = found["trl"]["train_s"] / found["trl_again"]["train_s"]
     figures["gradient_difference"] = gradient_difference(folder / "trl", folder / "balanced")
     figures["gradient_control"] = gradient_difference(folder / "trl", folder / "trl_again")
-    require(figures["gradient_difference"] <= 1e-4, f"the gradient differs by {figures['gradient_difference']:.2g}")
+    require(
+        figures["gradient_difference"] <= 1e-4,
+        f"the gradient differs by {figures['gradient_difference']:.2g}",
+    )
 
 
 def gradient_difference(one: Path, other: Path) -> float:
@@ -117,7 +140,11 @@ def colocation(machine: Machine, figures: dict, folder: Path) -> None:
             figures["control"] = "not run, for lack of time"
             break
         found = launch(machine, folder, arm, model, name=name, steps=5)
-        figures |= {f"{name}_{key}": found[key] for key in ("step_s", "peak_gib", "gpu_used_gib") if key in found}
+        figures |= {
+            f"{name}_{key}": found[key]
+            for key in ("step_s", "peak_gib", "gpu_used_gib")
+            if key in found
+        }
     else:
         figures["control"] = figures["ours_again_step_s"] / figures["ours_step_s"]
     figures["trl_over_ours"] = figures["trl_step_s"] / figures["ours_step_s"]

@@ -35,13 +35,19 @@ def adapted(machine: Machine, folder: Path, separate: bool) -> Iterator[SyncDriv
     """Start an engine and a model with a LoRA adapter, which is sent separately or merged into the weights."""
     torch.manual_seed(0)
     config = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules=TARGETS)
-    model = get_peft_model(build_model(machine, "0.5B", "bf16"), config, autocast_adapter_dtype=False).eval()
-    args = machine.engine_args("bf16", eager=True, max_model_len=2048, **lora_arguments(LORA_RANK if separate else 0))
+    model = get_peft_model(
+        build_model(machine, "0.5B", "bf16"), config, autocast_adapter_dtype=False
+    ).eval()
+    args = machine.engine_args(
+        "bf16", eager=True, max_model_len=2048, **lora_arguments(LORA_RANK if separate else 0)
+    )
     with running_engines(
         model.get_base_model(), folder, machine.engine_module, stall_timeout_s=120.0,
         environment=machine.engine_environment(), **args,
     ) as engines:  # fmt: skip
-        source = (AdapterSource if separate else PeftSource)(model.get_base_model(), machine.dtype("bf16"))
+        source = (AdapterSource if separate else PeftSource)(
+            model.get_base_model(), machine.dtype("bf16")
+        )
         transport = Transport("host", machine.device, pin=not machine.rehearsal)
         yield SyncDriver(model, engines, bucket_bytes(machine), source, transport)
 
@@ -60,12 +66,21 @@ def adapter(machine: Machine, figures: dict, folder: Path) -> None:
                 trainer.send()
             rows = comparing.sample(trainer.engines, asked, 4, 48, trainer.version.update)
             fresh = comparing.mean_difference(trainer.model, rows)
-            figures |= {f"{name}_fresh": fresh, f"{name}_stale": min(stale), f"{name}_s": trainer.timings.total_s}
+            figures |= {
+                f"{name}_fresh": fresh,
+                f"{name}_stale": min(stale),
+                f"{name}_s": trainer.timings.total_s,
+            }
             figures[f"{name}_mib"] = trainer.timings.num_bytes / 2**20
             floor = comparing.rounding_floor(trainer.model, rows)
             figures[f"{name}_rounding_floor"] = floor
-            require(fresh <= max(LIMITS["bf16"], FLOOR_FACTOR * floor), f"{name}: log-probs differ by {fresh:.2g}")
-            require(min(stale) >= 3 * fresh, f"{name}: a stale adapter differs by {min(stale):.2g} only")
+            require(
+                fresh <= max(LIMITS["bf16"], FLOOR_FACTOR * floor),
+                f"{name}: log-probs differ by {fresh:.2g}",
+            )
+            require(
+                min(stale) >= 3 * fresh, f"{name}: a stale adapter differs by {min(stale):.2g} only"
+            )
 
 
 def fp8(machine: Machine, figures: dict, folder: Path) -> None:
@@ -81,8 +96,13 @@ def fp8(machine: Machine, figures: dict, folder: Path) -> None:
         found.send_changed()  # `kept` is from the weights before
         stale = comparing.mean_difference(found.model, kept)
     figures |= {"first": first, "after_reload": second, "stale": stale}
-    require(second <= 1.5 * first, f"log-probs differ by {second:.2g} after a reload, {first:.2g} before")
-    require(stale >= 3 * second, f"stale weights differ by {stale:.2g} only: the test shows nothing")
+    require(
+        second <= 1.5 * first,
+        f"log-probs differ by {second:.2g} after a reload, {first:.2g} before",
+    )
+    require(
+        stale >= 3 * second, f"stale weights differ by {stale:.2g} only: the test shows nothing"
+    )
 
 
 def two_gpus(machine: Machine, figures: dict, folder: Path) -> None:
@@ -106,4 +126,6 @@ def two_gpus(machine: Machine, figures: dict, folder: Path) -> None:
                 figures |= {f"{name}_{key}": value for key, value in case.items()}
             kind = found.trainer.sync._slots.kind
             require(kind == keywords.get("kind", "host"), f"{name}: went through {kind} instead")
-    require(figures["tp2_stale"] >= STALE_FACTOR * figures["tp2_fresh_5"], "stale weights look fresh")
+    require(
+        figures["tp2_stale"] >= STALE_FACTOR * figures["tp2_fresh_5"], "stale weights look fresh"
+    )

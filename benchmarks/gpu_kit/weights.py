@@ -39,8 +39,12 @@ def logprobs(found: Bench, figures: dict) -> None:
         "prompt_logprobs": scored, "runner": found.runner,
     }  # fmt: skip
     require(all(value <= limit for value in fresh), f"fresh weights differ by {fresh} per token")
-    require(scored <= 2 * limit, f"the log-probs of a scored prompt differ by {scored:.2g}")  # one row has more noise
-    require(all(s >= STALE_FACTOR * f for s in stale for f in fresh), f"stale weights differ by {stale} only")
+    # one row has more noise
+    require(scored <= 2 * limit, f"the log-probs of a scored prompt differ by {scored:.2g}")
+    require(
+        all(s >= STALE_FACTOR * f for s in stale for f in fresh),
+        f"stale weights differ by {stale} only",
+    )
 
 
 def transport(kind: str, found: Bench, figures: dict, repeats: int = 5) -> None:
@@ -60,19 +64,33 @@ def transport(kind: str, found: Bench, figures: dict, repeats: int = 5) -> None:
         figures[f"of_copy{ours}"] = figures[f"gb_per_s{ours}"] / figures["copy_gb_per_s"]
     rows = found.rows()
     figures["fresh"] = comparing.mean_difference(found.model, rows)
-    require(figures["fresh"] <= found.limit(rows)[0], f"log-probs differ by {figures['fresh']:.2g} after {kind}")
+    require(
+        figures["fresh"] <= found.limit(rows)[0],
+        f"log-probs differ by {figures['fresh']:.2g} after {kind}",
+    )
 
 
-def timed_syncs(trainer: SyncDriver, kind: str, machine: Machine, folder: Path, repeats: int) -> dict:
+def timed_syncs(
+    trainer: SyncDriver, kind: str, machine: Machine, folder: Path, repeats: int
+) -> dict:
     """Return the median GB/s of whole syncs, of the copies into slots and of the loads, after a warm-up sync."""
     sync, warnings = trainer.sync, []
     opened = Transport(
-        kind, machine.device, pin=not machine.rehearsal, seen_as=[0], folder=folder, report=warnings.append
+        kind,
+        machine.device,
+        pin=not machine.rehearsal,
+        seen_as=[0],
+        folder=folder,
+        report=warnings.append,
     ).open(trainer.engines, slot_bytes(sync.buckets), sync._layouts)
     sync.close()
     sync._slots = opened
     require(opened.kind == kind and not warnings, f"{kind}: {warnings}")
-    stages: dict[str, list[float]] = {"gb_per_s": [], "copy_gb_per_s_sender": [], "load_gb_per_s": []}
+    stages: dict[str, list[float]] = {
+        "gb_per_s": [],
+        "copy_gb_per_s_sender": [],
+        "load_gb_per_s": [],
+    }
     for repeat in range(-1, repeats):
         perturb(trainer.model)
         synchronize(machine)
@@ -97,7 +115,11 @@ def copy_gb_per_s(machine: Machine, kind: str) -> float:
         source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     else:
         source = torch.ones_like(target)
-    return COPY_BYTES / median(seconds_of(lambda: target.copy_(source), machine) for _ in range(9)) / 1e9
+    return (
+        COPY_BYTES
+        / median(seconds_of(lambda: target.copy_(source), machine) for _ in range(9))
+        / 1e9
+    )
 
 
 def seconds_of(call: Callable[[], object], machine: Machine) -> float:

@@ -34,7 +34,9 @@ TEST_LIMIT_S = 600
 # glibc gives tensors as large as logits back to the kernel when they are freed. The kernel clears the same pages again
 # for the next one, and that took more time than the computations.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-PYTEST_INI = "[pytest]\nmarkers =\n    slow\n    low_priority\n    invariant\nfilterwarnings = ignore\n"
+PYTEST_INI = (
+    "[pytest]\nmarkers =\n    slow\n    low_priority\n    invariant\nfilterwarnings = ignore\n"
+)
 Results = dict[str, tuple[str, str]]  # test -> outcome, reason
 
 
@@ -58,7 +60,12 @@ class Suite:
                 if path.name in FILES or not path.name.startswith("test_"):
                     source = path.read_text()
                     if path.name in FILES and classes == "trl_multinode":
-                        source = re.sub(r"^(\s*)from trl import", r"\1from trl_multinode import", source, flags=re.M)
+                        source = re.sub(
+                            r"^(\s*)from trl import",
+                            r"\1from trl_multinode import",
+                            source,
+                            flags=re.M,
+                        )
                     (tests / path.name).write_text(source)
 
     def run(self, mode: str, head_dim: int, tests: list[str] | None = None) -> Results:
@@ -67,7 +74,9 @@ class Suite:
         models.mkdir(exist_ok=True)
         copies = self.folder / ("trl" if mode == "trl" else "trl_multinode")
         sources = [path.read_text() for path in (copies / "tests").glob("*.py")]
-        named = {name for name in set().union(*map(hub_ids, sources)) if not (models / name).exists()}
+        named = {
+            name for name in set().union(*map(hub_ids, sources)) if not (models / name).exists()
+        }
         run = {
             "mode": mode,
             "chosen": self.config["chosen"].get(mode, [""]),
@@ -77,16 +86,44 @@ class Suite:
             "results": str(self.folder / f"{mode}.jsonl"),
         }
         Path(run["results"]).write_text("")
-        command = self.command(mode, copies, tests or [f"tests/{f}" for f in FILES if (copies / "tests" / f).exists()])
-        code = subprocess.run(command, cwd=models, env=self.environment(run, self.jobs_of(mode))).returncode
+        command = self.command(
+            mode, copies, tests or [f"tests/{f}" for f in FILES if (copies / "tests" / f).exists()]
+        )
+        code = subprocess.run(
+            command, cwd=models, env=self.environment(run, self.jobs_of(mode))
+        ).returncode
         if code not in (0, 1, 5):  # passed, failed, nothing chosen
-            raise RuntimeError(f"pytest of mode {mode!r} ended with code {code}: {' '.join(command)}")
+            raise RuntimeError(
+                f"pytest of mode {mode!r} ended with code {code}: {' '.join(command)}"
+            )
         return read(Path(run["results"]))
 
     def command(self, mode: str, copies: Path, tests: list[str]) -> list[str]:
-        words = [sys.executable, "-m", "pytest", "-q", "-p", "suite_plugin", "-p", "no:cacheprovider"]
-        words += ["-c", str(copies / "pytest.ini"), "--rootdir", str(copies), "--timeout", str(TEST_LIMIT_S)]
-        words += ["--basetemp", str(self.folder / f"{mode}-tmp"), "--continue-on-collection-errors", "--tb", "short"]
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "suite_plugin",
+            "-p",
+            "no:cacheprovider",
+        ]
+        words += [
+            "-c",
+            str(copies / "pytest.ini"),
+            "--rootdir",
+            str(copies),
+            "--timeout",
+            str(TEST_LIMIT_S),
+        ]
+        words += [
+            "--basetemp",
+            str(self.folder / f"{mode}-tmp"),
+            "--continue-on-collection-errors",
+            "--tb",
+            "short",
+        ]
         if (jobs := self.jobs_of(mode)) > 1:
             words += ["--numprocesses", str(jobs)]
         return [*words, *self.arguments, *(f"{copies}/{test}" for test in tests)]
@@ -96,13 +133,23 @@ class Suite:
 
     def environment(self, run: dict, jobs: int) -> dict[str, str]:
         path = os.pathsep.join(
-            [str(HERE), str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+            [
+                str(HERE),
+                str(ROOT),
+                str(ROOT / "tests"),
+                *filter(None, [os.environ.get("PYTHONPATH")]),
+            ]
         )
         home = {"HF_HOME": str(self.folder / "hf"), "HF_HUB_OFFLINE": "1"}
         own = {"PYTHONPATH": path, "TRL_SUITE": json.dumps(run), "TRL_EXPERIMENTAL_SILENCE": "1"}
         # a pytest with several processes may be the caller, and its variables are not for the one that starts here
-        outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs)), "OMP_WAIT_POLICY": "passive"}
+        outer = {
+            name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+        }
+        threads = {
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs)),
+            "OMP_WAIT_POLICY": "passive",
+        }
         return KEEP_MEMORY | threads | outer | home | own
 
 
@@ -134,7 +181,9 @@ class Failure:
 def failures(mode: str, ours: Results, trls: Results, known: list[dict]) -> list[Failure]:
     """Return the failures of a mode, with what happened to the same tests under TRL's classes."""
     found = []
-    for test, (_, why) in ((test, result) for test, result in ours.items() if result[0] == "failed"):
+    for test, (_, why) in (
+        (test, result) for test, result in ours.items() if result[0] == "failed"
+    ):
         under_trls = trls.get(test, ("not run", ""))[0]
         rows = [row for row in known if row["mode"] == mode and re.search(row["test"], test)]
         reasons = [row["reason"] for row in rows if under_trls == "failed" or not row.get("both")]
@@ -158,7 +207,9 @@ def page(modes: dict[str, Results], failed: list[Failure], trl: str) -> str:
     lines += ["", "| failed | mode | under TRL's classes | reason |", "|---|---|---|---|"]
     for failure in failed:
         test, reason = failure.test.partition("::")[2], failure.reason or f"`{failure.why[:160]}`"
-        lines.append(f"| `{test}` | {failure.mode} | {failure.trls} | {reason.replace('|', chr(92) + '|')} |")
+        lines.append(
+            f"| `{test}` | {failure.mode} | {failure.trls} | {reason.replace('|', chr(92) + '|')} |"
+        )
     lines += ["", "| skipped | tests | reason |", "|---|---:|---|"]
     for mode, results in modes.items():
         reasons = Counter(why for outcome, why in results.values() if outcome == "skipped")
@@ -167,16 +218,24 @@ def page(modes: dict[str, Results], failed: list[Failure], trl: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkout", type=Path, help="folder of a checkout of TRL, at any tag")
     parser.add_argument("--mode", action="append", choices=MODES, help="default: all")
     parser.add_argument("--jobs", type=int, default=2, help="processes of pytest without vLLM")
-    parser.add_argument("--prompts", type=int, default=4, help="training prompts; TRL's own data has 17")
-    parser.add_argument("--suite", type=Path, default=HERE / "suite.toml", help="chosen tests and known failures")
+    parser.add_argument(
+        "--prompts", type=int, default=4, help="training prompts; TRL's own data has 17"
+    )
+    parser.add_argument(
+        "--suite", type=Path, default=HERE / "suite.toml", help="chosen tests and known failures"
+    )
     parser.add_argument("--page", type=Path, help="file for the table; default: only printed")
     options, pytests = parser.parse_known_args(arguments)
     if not (options.checkout / "tests").is_dir():
-        parser.error(f"{options.checkout} has no folder `tests`: give the root of a checkout of TRL")
+        parser.error(
+            f"{options.checkout} has no folder `tests`: give the root of a checkout of TRL"
+        )
     config = tomllib.loads(options.suite.read_text())
     folder = Path(tempfile.mkdtemp(prefix="trls-"))
     try:
@@ -196,12 +255,18 @@ def compare(suite: Suite, options: argparse.Namespace) -> int:
         again = [test for test, (outcome, _) in modes[mode].items() if outcome == "failed"]
         trls = suite.run("trl", head_dim, again) if again else {}
         failed += failures(mode, modes[mode], trls, suite.config.get("failure", []))
-    trl = (options.checkout / "VERSION").read_text().strip() if (options.checkout / "VERSION").exists() else "unknown"
+    trl = (
+        (options.checkout / "VERSION").read_text().strip()
+        if (options.checkout / "VERSION").exists()
+        else "unknown"
+    )
     text = page(modes, failed, trl)
     print(text)
     if options.page:
         options.page.write_text(text)
-    if not any(outcome == "passed" for results in modes.values() for outcome, _ in results.values()):
+    if not any(
+        outcome == "passed" for results in modes.values() for outcome, _ in results.values()
+    ):
         print("No test passed: is this a checkout of TRL, and do its tests have these names?")
         return 1
     for failure in (unexplained := [failure for failure in failed if failure.unexplained]):

@@ -14,5 +14,14 @@ def hub_ids(source: str) -> set[str]:
 
 def trl_imports(source: str) -> set[tuple[str, str]]:
     """Return what a source imports from the modules of TRL, as pairs of module and name."""
-    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
-    return {(node.module, name.name) for node in imports if node.module.startswith("trl.") for name in node.names}
+    imports = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and node.module
+    ]
+    return {
+        (node.module, name.name)
+        for node in imports
+        if node.module.startswith("trl.")
+        for name in node.names
+    }

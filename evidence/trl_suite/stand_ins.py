@@ -22,7 +22,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 OTHER_MODELS = {"Qwen/Qwen2.5-0.5B-Instruct": "Qwen2ForCausalLM"}  # which TRL's tests of vLLM train
-LARGEST_STAND_IN = 30_000_000  # parameters; more means that a config has sizes that the table below does not know
+LARGEST_STAND_IN = (
+    30_000_000  # parameters; more means that a config has sizes that the table below does not know
+)
 
 # Ids that TRL's tests write down: Qwen's tokens of the tool calls that they let the model "generate"
 PIECES = {
@@ -64,7 +66,28 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "Cohere2": {"logit_scale": 1.0},
 }  # fmt: skip
 TEMPLATES = {"Qwen3": "qwen3.jinja"}  # beginning of a class -> TRL's copy of its chat template
-WORDS_OF_PROMPTS = (4, 2, 3, 1, 4, 3, 1, 4, 3, 3, 2, 6, 6, 11, 2, 4, 7, 5, 5)  # of each line of `import this`
+# of each line of `import this`
+WORDS_OF_PROMPTS = (
+    4,
+    2,
+    3,
+    1,
+    4,
+    3,
+    1,
+    4,
+    3,
+    3,
+    2,
+    6,
+    6,
+    11,
+    2,
+    4,
+    7,
+    5,
+    5,
+)
 REMOTE_CODE = {
     "configuration_remote.py": "from transformers import LlamaConfig\n\n\n"
     'class RemoteConfig(LlamaConfig):\n    model_type = "remote"\n',
@@ -73,7 +96,9 @@ REMOTE_CODE = {
 }
 
 
-def build(ids: Iterable[str], folder: Path, head_dim: int, prompts: int, texts: tuple[str, ...]) -> dict[str, str]:
+def build(
+    ids: Iterable[str], folder: Path, head_dim: int, prompts: int, texts: tuple[str, ...]
+) -> dict[str, str]:
     """
     Build the stand-ins of `ids` in `folder`, and return the reason for each that cannot be built.
 
@@ -92,7 +117,8 @@ def build(ids: Iterable[str], folder: Path, head_dim: int, prompts: int, texts: 
                 save_prompts(folder / name, prompts)
             else:
                 save_model(name, folder / name, head_dim, texts)
-        except Exception as error:  # a class that this transformers lacks, or a config with other names
+        # a class that this transformers lacks, or a config with other names
+        except Exception as error:
             missing[name] = f"no stand-in for {name}: {' '.join(str(error).split())[:120]}"
     return missing
 
@@ -102,14 +128,23 @@ def build(ids: Iterable[str], folder: Path, head_dim: int, prompts: int, texts: 
 
 def save_model(name: str, folder: Path, head_dim: int, texts: tuple[str, ...]) -> None:
     """Save model and tokenizer of a hub's model such as `trl-internal-testing/tiny-Qwen2ForCausalLM-2.5`."""
-    named = OTHER_MODELS.get(name) or next(iter(re.findall(r"/(?:tiny|small)-(\w+For(?:Causal|Seq)\w+)", name)), None)
+    named = OTHER_MODELS.get(name) or next(
+        iter(re.findall(r"/(?:tiny|small)-(\w+For(?:Causal|Seq)\w+)", name)), None
+    )
     if named is None:
         raise LookupError("only causal language models and sequence classifiers are built")
     architecture = named.replace("Remote", "Llama")
-    small_model(getattr(transformers, architecture), head_dim).to(torch.bfloat16).save_pretrained(folder)
-    template = next((file for prefix, file in TEMPLATES.items() if architecture.startswith(prefix)), "qwen2_5.jinja")
+    small_model(getattr(transformers, architecture), head_dim).to(torch.bfloat16).save_pretrained(
+        folder
+    )
+    template = next(
+        (file for prefix, file in TEMPLATES.items() if architecture.startswith(prefix)),
+        "qwen2_5.jinja",
+    )
     tokenizer = qwen_tokenizer(texts)
-    tokenizer.chat_template = resources.files("trl").joinpath("chat_templates", template).read_text()
+    tokenizer.chat_template = (
+        resources.files("trl").joinpath("chat_templates", template).read_text()
+    )
     tokenizer.save_pretrained(folder)
     if architecture != named:
         add_remote_code(folder)
@@ -117,9 +152,12 @@ def save_model(name: str, folder: Path, head_dim: int, texts: tuple[str, ...]) -
 
 def small_model(cls: type[PreTrainedModel], head_dim: int) -> PreTrainedModel:
     """Build a random model of a class of transformers; matrices are as large as a trained model's are."""
-    own = next((sizes for prefix, sizes in OWN_SIZES.items() if cls.__name__.startswith(prefix)), {})
+    own = next(
+        (sizes for prefix, sizes in OWN_SIZES.items() if cls.__name__.startswith(prefix)), {}
+    )
     known = vars(cls.config_class()) | dict.fromkeys(getattr(cls.config_class, "attribute_map", ()))
-    heads = 4 if head_dim < 32 else 2  # as few as possible, because a vocabulary of 151,669 takes most of the time
+    # as few as possible, because a vocabulary of 151,669 takes most of the time
+    heads = 4 if head_dim < 32 else 2
     sizes = SIZES | {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
     sizes |= {"hidden_size": heads * head_dim, "head_dim": head_dim}
     config = cls.config_class(**{key: value for key, value in sizes.items() if key in known} | own)
@@ -127,7 +165,9 @@ def small_model(cls: type[PreTrainedModel], head_dim: int) -> PreTrainedModel:
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in cls(config).parameters())
     if parameters > LARGEST_STAND_IN:
-        raise ValueError(f"{cls.__name__} has {parameters} parameters with the sizes of {Path(__file__).name}")
+        raise ValueError(
+            f"{cls.__name__} has {parameters} parameters with the sizes of {Path(__file__).name}"
+        )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = cls(config)
@@ -161,7 +201,9 @@ def qwen_tokenizer(texts: tuple[str, ...]) -> PreTrainedTokenizerFast:
     letters = bytes_to_letters()
     learned, merges = learned_tokens([*chat_templates(), *texts])
     ids = {letters[byte]: index for index, byte in enumerate(qwens_order(letters))}
-    ids |= {"".join(letters[byte] for byte in text.encode()): index for index, text in PIECES.items()}
+    ids |= {
+        "".join(letters[byte] for byte in text.encode()): index for index, text in PIECES.items()
+    }
     free = (index for index in range(256, FIRST_SPECIAL) if index not in PIECES)
     ids |= {token: next(free) for token in learned if token not in ids}
     ids |= {letters[ord(" ")] + f"w{index}": index for index in free if index % WORD_EVERY == 0}
@@ -171,7 +213,9 @@ def qwen_tokenizer(texts: tuple[str, ...]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     tokenizer.add_tokens([AddedToken(token, special=False) for token in ADDED])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[2])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[2]
+    )
 
 
 def learned_tokens(texts: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
@@ -179,22 +223,32 @@ def learned_tokens(texts: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=LEARNED, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=LEARNED, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     model = json.loads(tokenizer.to_str())["model"]
-    return sorted(model["vocab"], key=model["vocab"].get), [tuple(merge) for merge in model["merges"]]
+    return sorted(model["vocab"], key=model["vocab"].get), [
+        tuple(merge) for merge in model["merges"]
+    ]
 
 
 def chat_templates() -> list[str]:
     """Return the source of TRL's chat templates."""
-    return [path.read_text() for path in resources.files("trl").joinpath("chat_templates").iterdir() if path.is_file()]
+    return [
+        path.read_text()
+        for path in resources.files("trl").joinpath("chat_templates").iterdir()
+        if path.is_file()
+    ]
 
 
 def bytes_to_letters() -> dict[int, str]:
     """Return the printable letter with which byte-level tokenizers write each byte (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + i) for i, byte in enumerate(rest)
+    }
 
 
 def qwens_order(letters: dict[int, str]) -> list[int]:
@@ -210,7 +264,9 @@ def save_prompts(folder: Path, number: int) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         import this
     lines = codecs.decode(this.s, "rot13").splitlines()[2:]
-    prompts = [" ".join(line.split()[:words]) for line, words in zip(lines, WORDS_OF_PROMPTS, strict=True)]
+    prompts = [
+        " ".join(line.split()[:words]) for line, words in zip(lines, WORDS_OF_PROMPTS, strict=True)
+    ]
     card = ["---", "configs:"]
     for config in ("standard_prompt_only", "conversational_prompt_only"):
         (folder / config).mkdir(parents=True)

@@ -37,7 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config_class = getattr(trl_multinode, name)
         if RUN["mode"] == "plain":  # TRL's default, which TRL's tests rely on
             config_class.__init__ = with_default(config_class.__init__, use_vllm=False)
-    if RUN["mode"] == "node" and "PYTEST_XDIST_WORKER" not in os.environ:  # workers have this one's environment
+    # workers have this one's environment
+    if RUN["mode"] == "node" and "PYTEST_XDIST_WORKER" not in os.environ:
         from multinode_kit.faults import FAKE
         from multinode_kit.forking import from_template
 
@@ -109,7 +110,9 @@ def end_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    chosen = [item for item in items if any(re.search(pattern, item.nodeid) for pattern in RUN["chosen"])]
+    chosen = [
+        item for item in items if any(re.search(pattern, item.nodeid) for pattern in RUN["chosen"])
+    ]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
     for item in items:
@@ -127,7 +130,9 @@ def pytest_collection_finish() -> None:
 def keep_marks(item: pytest.Item) -> None:
     """Remove TRL's marks that skip a test for want of a vLLM server: in node mode there are engines."""
     for node in item.listchain():
-        node.own_markers = [mark for mark in node.own_markers if mark.kwargs.get("reason") not in RUN["unskipped"]]
+        node.own_markers = [
+            mark for mark in node.own_markers if mark.kwargs.get("reason") not in RUN["unskipped"]
+        ]
 
 
 def missing(item: pytest.Item) -> str | None:
@@ -135,7 +140,14 @@ def missing(item: pytest.Item) -> str | None:
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     named = {value for value in parameters if isinstance(value, str)}
     source = inspect.getsource(item.function)
-    return next((RUN["missing"][name] for name in sorted(hub_ids(source) | named) if name in RUN["missing"]), None)
+    return next(
+        (
+            RUN["missing"][name]
+            for name in sorted(hub_ids(source) | named)
+            if name in RUN["missing"]
+        ),
+        None,
+    )
 
 
 # ---- results
@@ -164,7 +176,11 @@ def why(report: pytest.TestReport | pytest.CollectReport) -> str:
     if report.passed:
         return ""
     if report.skipped:
-        return report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else report.wasxfail
+        return (
+            report.longrepr[2].removeprefix("Skipped: ")
+            if isinstance(report.longrepr, tuple)
+            else report.wasxfail
+        )
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash else str(report.longrepr).strip().splitlines()[-1]
     return " ".join(text.split())[:300]

@@ -46,8 +46,14 @@ RESPONSE_TEMPLATE = {
             "close_pattern": r"<eos>\s*",
             "repeats": True,
             "content": "xml-inline",
-            "content_args": {"tag_pattern": r"(?P<key>\w+) = (?P<value>\w+)", "value_parser": {"name": "text"}},
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            "content_args": {
+                "tag_pattern": r"(?P<key>\w+) = (?P<value>\w+)",
+                "value_parser": {"name": "text"},
+            },
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
         },
         "content": {"close_pattern": r"<eos>\s*", "content": "text"},
     },
@@ -62,18 +68,31 @@ IGNORED = -100  # label that the loss leaves out
 def words() -> list[str]:
     """Return all words of the game, from its own texts."""
     hunt = TreasureHunt()
-    texts = [QUESTION, "open_box color = error There is no such box", *COLORS, hunt.reset(path=COLORS[:3])]
+    texts = [
+        QUESTION,
+        "open_box color = error There is no such box",
+        *COLORS,
+        hunt.reset(path=COLORS[:3]),
+    ]
     texts += [hunt.open_box(color) for color in COLORS]
     return sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]+", text)})
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Build a tokenizer with a token for each word, which can render and parse calls of tools."""
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate([*SPECIAL, *words()])}, unk_token=UNKNOWN))
+    tokenizer = Tokenizer(
+        WordLevel({word: i for i, word in enumerate([*SPECIAL, *words()])}, unk_token=UNKNOWN)
+    )
     tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, padding_side="left"
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        padding_side="left",
     )
     fast.chat_template, fast.response_template = CHAT_TEMPLATE, RESPONSE_TEMPLATE
     return fast
@@ -127,18 +146,23 @@ def labels_of(ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     return labels
 
 
-def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> float:
+def warm_up(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int
+) -> float:
     """Train the model on careless hunts, and return the last loss."""
     draw, hunts = random.Random(seed), list(make_datasets()[0])
     begin, end = tokenizer.convert_tokens_to_ids(["<assistant>", EOS])
     chats = [careless_hunt(hunt, draw) for hunt in draw.choices(hunts, k=HUNTS_PER_STEP * steps)]
     rows = [torch.tensor(tokenizer.apply_chat_template(chat, return_dict=False)) for chat in chats]
     ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
-    labels = pad_sequence([labels_of(row, begin, end) for row in rows], batch_first=True, padding_value=IGNORED)
+    labels = pad_sequence(
+        [labels_of(row, begin, end) for row in rows], batch_first=True, padding_value=IGNORED
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_UP_RATE, weight_decay=0.0)
     for _ in range(steps):
         batch = torch.randint(len(ids), (WARM_UP_ROWS,))
-        loss = model(input_ids=ids[batch], labels=labels[batch]).loss  # padding on the right needs no mask
+        # padding on the right needs no mask
+        loss = model(input_ids=ids[batch], labels=labels[batch]).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -147,7 +171,9 @@ def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=200, help="of the warm-up")
     parser.add_argument("--seed", type=int, default=0)

@@ -35,13 +35,17 @@ class Demo:
     environment: Mapping[str, str] = field(default_factory=dict)  # of all processes
 
 
-SMALL = Demo("train.py", num_ranks=4, steps=80, minutes=4, timeout_s=900.0, learned=0.3, constant=0.2)
+SMALL = Demo(
+    "train.py", num_ranks=4, steps=80, minutes=4, timeout_s=900.0, learned=0.3, constant=0.2
+)
 REAL = Demo("train_real.py", num_ranks=2, steps=24, minutes=15, timeout_s=7200.0, learned=0.2, constant=0.25,
             own_cores=True, model="real_model.py")  # fmt: skip
 FAKE = Demo("train.py", num_ranks=4, steps=30, minutes=0.5, timeout_s=300.0, learned=0.1, constant=0.2, forked=True,
             environment={HOOK: FAKE_ENGINE})  # fmt: skip
 # The gradient of an answer has the noise of all tokens after it, so this mode learns later
-LONG = Demo("train.py", num_ranks=4, steps=120, minutes=10, timeout_s=1800.0, learned=0.3, constant=0.2)
+LONG = Demo(
+    "train.py", num_ranks=4, steps=120, minutes=10, timeout_s=1800.0, learned=0.3, constant=0.2
+)
 AGENT = Demo("train_agent.py", num_ranks=4, steps=60, minutes=6, timeout_s=1800.0, learned=0.3, constant=0.2,
              model="agent_model.py")  # fmt: skip
 DEMOS: dict[str, Demo] = {

@@ -9,7 +9,13 @@ import reasoning_gym
 from datasets import Dataset
 
 TASK = "chain_sum"
-SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 200 different sums and differences
+# 200 different sums and differences
+SETTINGS = {
+    "min_terms": 2,
+    "max_terms": 2,
+    "min_digits": 1,
+    "max_digits": 1,
+}
 SIZE = 2000  # draws, which contain nearly all 200
 
 
@@ -41,4 +47,6 @@ def sum_reward(completions: list[str], answer: list[str], **_) -> list[float]:
 def best_constant_score(dataset: Dataset) -> float:
     """Return the highest mean reward of a single answer that is given to every prompt."""
     answers = dataset["answer"]
-    return max(sum(score(constant, right) for right in answers) / len(answers) for constant in set(answers))
+    return max(
+        sum(score(constant, right) for right in answers) / len(answers) for constant in set(answers)
+    )

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 PHASES = ("sync", "generate", "reward", "train", "wait")
-SECONDS = {phase: f"{phase} s" for phase in PHASES}  # column names, with " s" because "reward" is another column
+# column names, with " s" because "reward" is another column
+SECONDS = {phase: f"{phase} s" for phase in PHASES}
 COLUMNS = {
     "step": "d", "reward": ".3f", "length": ".1f",
     "called": ".2f", "calls": ".2f", **dict.fromkeys(SECONDS.values(), ".3f"), "log-prob difference": ".1e",
@@ -56,7 +57,9 @@ def read_rank(folder: Path, rank: int) -> RankRecord:
         Span(step["step"], line["phase"], line["seconds"])
         for line in read_lines(folder / "_multinode" / "phases" / f"rank{rank}.jsonl")
         for step in steps
-        if step["begin"] - 1e-3 <= line["start"] <= step["end"]  # starts are rounded to a millisecond
+        if step["begin"] - 1e-3
+        <= line["start"]
+        <= step["end"]  # starts are rounded to a millisecond
     ]
     return RankRecord(spans, {step["step"]: step["end"] - step["begin"] for step in steps})
 
@@ -77,7 +80,8 @@ class Report:
         self.run = json.loads((folder / "run.json").read_text())
         history = read_lines(folder / "history.jsonl")
         self.steps = [entry for entry in history if "reward" in entry]
-        self.evals = [entry["eval_reward"] for entry in history if "eval_reward" in entry]  # before and after training
+        # before and after training
+        self.evals = [entry["eval_reward"] for entry in history if "eval_reward" in entry]
         self._ranks = [read_rank(folder, rank) for rank in range(self.run["ranks"])]
 
     # ---- figures ----------------------------------------------------------------------------------------------------
@@ -105,7 +109,10 @@ class Report:
 
     def valid_tokens(self) -> float:
         """Return the number of completion tokens that were trained on, without padding."""
-        return sum(entry["completions/mean_length"] for entry in self.steps) * self.run["rows_per_step"]
+        return (
+            sum(entry["completions/mean_length"] for entry in self.steps)
+            * self.run["rows_per_step"]
+        )
 
     # ---- output -----------------------------------------------------------------------------------------------------
 
@@ -157,7 +164,9 @@ class Report:
         ]
 
     def table(self) -> Table:
-        table = Table(title="Reward, tokens and seconds of each step, mean over ranks", header_style="bold")
+        table = Table(
+            title="Reward, tokens and seconds of each step, mean over ranks", header_style="bold"
+        )
         rows = self.rows()
         for column in rows[0]:
             table.add_column(column, justify="right")
@@ -167,7 +176,11 @@ class Report:
 
     def keep(self, record: Path) -> None:
         """Write summary, rows and evaluations to `record`.json, the plot to `record`.png."""
-        kept = {"summary": self.summary(), "eval_reward": rounded(self.evals), "rows": rounded(self.rows())}
+        kept = {
+            "summary": self.summary(),
+            "eval_reward": rounded(self.evals),
+            "rows": rounded(self.rows()),
+        }
         record.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
         self.plot(record.with_suffix(".png"))
 
@@ -183,9 +196,19 @@ class Report:
         axes.plot(steps, [entry["reward"] for entry in self.steps], label="training prompts")
         if TOOLS["called"] in self.steps[0]:
             called = [entry[TOOLS["called"]] for entry in self.steps]
-            axes.plot(steps, called, color="C2", alpha=0.6, label="share of completions that called a tool")
-        axes.plot([0, steps[-1]][: len(self.evals)], self.evals, "o", color="C1", label="held-out prompts")
-        axes.axhline(self.run["best_constant"], linestyle=":", color="gray", label="best constant answer")
+            axes.plot(
+                steps,
+                called,
+                color="C2",
+                alpha=0.6,
+                label="share of completions that called a tool",
+            )
+        axes.plot(
+            [0, steps[-1]][: len(self.evals)], self.evals, "o", color="C1", label="held-out prompts"
+        )
+        axes.axhline(
+            self.run["best_constant"], linestyle=":", color="gray", label="best constant answer"
+        )
         axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05), title=self._title())
         axes.legend(loc="center right")
         figure.savefig(path, dpi=120)
@@ -209,7 +232,8 @@ def rounded(value):
         return {key: rounded(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [rounded(inner) for inner in value]
-    return (round(value, 4) or value) if isinstance(value, float) else value  # 1e-6 must not become 0
+    # 1e-6 must not become 0
+    return (round(value, 4) or value) if isinstance(value, float) else value
 
 
 def cells(row: dict) -> list[str]:

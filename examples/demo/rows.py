@@ -50,11 +50,15 @@ class RecordedStream:
 def read(folder: Path) -> dict:
     """Read the rows and weight syncs of some steps, in seconds after the first sync."""
     lines = [
-        json.loads(line) for line in (folder / "_multinode/phases" / f"rank{RANK}.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (folder / "_multinode/phases" / f"rank{RANK}.jsonl").read_text().splitlines()
     ]
     syncs = [line for line in lines if line["phase"] == "sync"][FIRST_STEP : FIRST_STEP + NUM_STEPS]
     start, end = syncs[0]["start"], syncs[-1]["start"] + syncs[-1]["seconds"]
-    rows = [json.loads(line) for line in (folder / "rows" / f"rank{RANK}.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "rows" / f"rank{RANK}.jsonl").read_text().splitlines()
+    ]
     shown = [row for row in rows if row["end"] > start and row["begin"] < end]
     return {
         "syncs": [[round(line["start"] - start, 3), round(line["seconds"], 3)] for line in syncs],
@@ -75,12 +79,20 @@ def draw(record: dict, path: Path) -> None:
     rows, syncs = record["rows"], record["syncs"]
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     for start, seconds in syncs:
-        axes.axvspan(start, start + seconds, color="black", alpha=0.35, linewidth=0, label="weight sync")
+        axes.axvspan(
+            start, start + seconds, color="black", alpha=0.35, linewidth=0, label="weight sync"
+        )
     colors = [f"C{row['round'] % 10}" for row in rows]
-    axes.hlines(range(len(rows)), [row["begin"] for row in rows], [row["end"] for row in rows], colors=colors)
+    axes.hlines(
+        range(len(rows)),
+        [row["begin"] for row in rows],
+        [row["end"] for row in rows],
+        colors=colors,
+    )
     mixed = sum(row["updates"] > 1 for row in rows) / len(rows)
     title = (
-        f"{len(rows)} completions of one rank, a color per round; {mixed:.0%} hold tokens of several weight updates"
+        f"{len(rows)} completions of one rank, a color per round; "
+        f"{mixed:.0%} hold tokens of several weight updates"
     )
     end = syncs[-1][0] + syncs[-1][1]
     axes.set(xlabel="seconds", ylabel="completion", xlim=(-0.1 * end, 1.05 * end), title=title)

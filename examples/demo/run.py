@@ -28,7 +28,9 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 NUM_NODES = 2
 DOWNLOAD_MB = 0  # by the run itself, in every mode
-INSTALL_MB = 950  # once, for the locked packages: size of their environment (3.8 GB) compressed like a wheel
+INSTALL_MB = (
+    950  # once, for the locked packages: size of their environment (3.8 GB) compressed like a wheel
+)
 REAL_INSTALL_MB = 100  # once, for requirements/real.txt; nearly all of it is the model
 GRACE_S = 20.0  # enough for ranks to exchange the reason of a failure and to end their engines
 TAIL_LINES = 25
@@ -54,20 +56,32 @@ def launch(demo: Demo, folder: Path, arguments: list[str], timeout_s: float) -> 
         accelerate=settings_of(REPOSITORY / "accelerate_configs" / "2node_cpu.yaml"),
         forked=demo.forked,
     ) as nodes:
-        nodes.launch(HERE / demo.script, *arguments, env_of=cores_of if demo.own_cores else lambda node: {})
+        nodes.launch(
+            HERE / demo.script, *arguments, env_of=cores_of if demo.own_cores else lambda node: {}
+        )
         try:
-            codes = nodes.wait(timeout_s, grace_s=GRACE_S, progress=lambda seconds: progress(nodes, folder, seconds))
+            codes = nodes.wait(
+                timeout_s,
+                grace_s=GRACE_S,
+                progress=lambda seconds: progress(nodes, folder, seconds),
+            )
         except TimeoutError as error:
-            raise DemoError(f"The demo did not end in time. {error}\n{engine_tails(folder)}") from error
+            raise DemoError(
+                f"The demo did not end in time. {error}\n{engine_tails(folder)}"
+            ) from error
         if any(codes):
             failed = [bool(code) for code in codes].index(True)
-            raise DemoError(f"Node {failed} failed.\n{causes(nodes, demo)}{nodes.tails()}\n{engine_tails(folder)}")
+            raise DemoError(
+                f"Node {failed} failed.\n{causes(nodes, demo)}{nodes.tails()}\n{engine_tails(folder)}"
+            )
 
 
 def settings_of(config: Path) -> dict:
     """Return an accelerate config without its addresses and numbers of processes, which the launch chooses."""
     own = ("num_machines", "num_processes", "main_process_ip", "main_process_port")
-    return {name: value for name, value in yaml.safe_load(config.read_text()).items() if name not in own}
+    return {
+        name: value for name, value in yaml.safe_load(config.read_text()).items() if name not in own
+    }
 
 
 def progress(nodes: Nodes, folder: Path, seconds: float) -> str:
@@ -77,7 +91,9 @@ def progress(nodes: Nodes, folder: Path, seconds: float) -> str:
         reward = entries[0].get("reward", entries[0].get("eval_reward"))
         state = f"step {entries[0]['step']}" + ("" if reward is None else f", reward {reward:.2f}")
     else:
-        ours = [line for line in nodes.rank_log(0).splitlines() if line.startswith("[trl_multinode]")]
+        ours = [
+            line for line in nodes.rank_log(0).splitlines() if line.startswith("[trl_multinode]")
+        ]
         state = ours[-1] if ours else "the ranks are importing their libraries"
     return f"[demo] {seconds:4.0f} s: {state}"
 
@@ -85,7 +101,9 @@ def progress(nodes: Nodes, folder: Path, seconds: float) -> str:
 def causes(nodes: Nodes, demo: Demo) -> str:
     """Return the reason on which the ranks agreed, if they did."""
     lines = [line for rank in range(demo.num_ranks) for line in nodes.rank_log(rank).splitlines()]
-    return "".join(sorted({f"{line}\n" for line in lines if line.startswith("[trl_multinode] the run failed")}))
+    return "".join(
+        sorted({f"{line}\n" for line in lines if line.startswith("[trl_multinode] the run failed")})
+    )
 
 
 def engine_tails(folder: Path) -> str:
@@ -98,7 +116,10 @@ def cores_of(node: int) -> dict[str, str]:
     """Give each node its share of the cores: engines that spin on the same cores would take turns in every layer."""
     cores = sorted(os.sched_getaffinity(0))
     mine = cores[node::NUM_NODES] or cores
-    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine)), "OMP_NUM_THREADS": str(len(mine))}
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine)),
+        "OMP_NUM_THREADS": str(len(mine)),
+    }
 
 
 def tail(path: Path, lines: int) -> list[str]:
@@ -117,9 +138,15 @@ def verdict(demo: Demo, summary: dict, report: Report, synced: bool) -> tuple[bo
     )
     if synced:
         good = min(gain, held_out) >= demo.learned and report.run["best_constant"] < demo.constant
-        return good, f"{'learned' if good else f'NOT LEARNED (a gain of {demo.learned} was expected)'}: {figures}"
+        return (
+            good,
+            f"{'learned' if good else f'NOT LEARNED (a gain of {demo.learned} was expected)'}: {figures}",
+        )
     good = max(abs(gain), abs(held_out)) <= UNLEARNED
-    return good, f"without weight sync {'nothing is learned' if good else 'the reward CHANGED'}: {figures}"
+    return (
+        good,
+        f"without weight sync {'nothing is learned' if good else 'the reward CHANGED'}: {figures}",
+    )
 
 
 def show(demo: Demo, folder: Path, wall_s: float, synced: bool) -> bool:
@@ -144,21 +171,37 @@ def save_model(script: str, folder: Path) -> None:
 
 def announce(demo: Demo) -> None:
     print(f"[demo] this run downloads {DOWNLOAD_MB} MB; it generates its own prompts", flush=True)
-    print(f"[demo] (installing the locked packages downloads about {INSTALL_MB} MB, once)", flush=True)
+    print(
+        f"[demo] (installing the locked packages downloads about {INSTALL_MB} MB, once)", flush=True
+    )
     if demo is REAL:
-        print(f"[demo] (installing those of this mode and the model downloads {REAL_INSTALL_MB} MB more)", flush=True)
+        print(
+            f"[demo] (installing those of this mode and the model downloads {REAL_INSTALL_MB} MB more)",
+            flush=True,
+        )
     print(f"[demo] expected: about {demo.minutes:g} minutes on 2 cores", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
-    parser.add_argument("--steps", type=int, help="default: 80, in mode continuous 120, agent 60, real 24, fake 30")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mode", choices=DEMOS, default="sync", help="overlap is overlap-only and balance-only")
-    parser.add_argument("--no-sync", action="store_true", help="test only: the engines keep their first weights")
     parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="default: 900, continuous and agent 1800, real 7200, fake 300"
+        "--steps", type=int, help="default: 80, in mode continuous 120, agent 60, real 24, fake 30"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--mode", choices=DEMOS, default="sync", help="overlap is overlap-only and balance-only"
+    )
+    parser.add_argument(
+        "--no-sync", action="store_true", help="test only: the engines keep their first weights"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="default: 900, continuous and agent 1800, real 7200, fake 300",
     )
     return parser.parse_args()
 
@@ -170,8 +213,11 @@ def main() -> int:
     shutil.rmtree(options.output_dir, ignore_errors=True)
     options.output_dir.mkdir(parents=True)
     arguments = [f"--output_dir={options.output_dir}", f"--steps={options.steps or demo.steps}"]
-    arguments += [f"--seed={options.seed}", f"--mode={options.mode}"] + ["--no-sync"] * options.no_sync
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raise, so that the context below ends the nodes
+    arguments += [f"--seed={options.seed}", f"--mode={options.mode}"] + [
+        "--no-sync"
+    ] * options.no_sync
+    # raise, so that the context below ends the nodes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     start = time.monotonic()
     try:
         if demo.model:
@@ -182,7 +228,11 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0 if show(demo, options.output_dir, time.monotonic() - start, synced=not options.no_sync) else 1
+    return (
+        0
+        if show(demo, options.output_dir, time.monotonic() - start, synced=not options.no_sync)
+        else 1
+    )
 
 
 if __name__ == "__main__":

@@ -37,10 +37,15 @@ def score(completion: str, expected: list[str]) -> float:
 
 def successor_reward(prompts: list[str], completions: list[str], **_) -> list[float]:
     """Score completions, as a reward function of TRL."""
-    return [score(completion, answer(prompt)) for prompt, completion in zip(prompts, completions, strict=True)]
+    return [
+        score(completion, answer(prompt))
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
 
 
-def ended_reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_) -> list[float]:
+def ended_reward(
+    prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_
+) -> list[float]:
     """Score completions that go on after the answer; one that did not end scores 0."""
     scores = successor_reward(prompts, completions)
     return [score * (ids[-1] == EOS_ID) for score, ids in zip(scores, completion_ids, strict=True)]
@@ -50,7 +55,9 @@ def best_constant_score(dataset: Dataset) -> float:
     """Return the highest mean reward of a single answer that is given to every prompt."""
     expected = [answer(prompt) for prompt in dataset["prompt"]]
     constants = map(" ".join, itertools.product(SYMBOLS, repeat=ANSWER_LENGTH))
-    return max(sum(score(constant, right) for right in expected) / len(expected) for constant in constants)
+    return max(
+        sum(score(constant, right) for right in expected) / len(expected) for constant in constants
+    )
 
 
 def make_datasets(num_train: int, num_held_out: int, seed: int = 0) -> tuple[Dataset, Dataset]:
@@ -65,7 +72,9 @@ def make_datasets(num_train: int, num_held_out: int, seed: int = 0) -> tuple[Dat
     everything = list(itertools.product(SYMBOLS, repeat=NUM_NOISE + 1))
     chosen = random.Random(seed).sample(everything, num_train + num_held_out)
     prompts = [" ".join(symbols) for symbols in chosen]
-    return Dataset.from_dict({"prompt": prompts[:num_train]}), Dataset.from_dict({"prompt": prompts[num_train:]})
+    return Dataset.from_dict({"prompt": prompts[:num_train]}), Dataset.from_dict(
+        {"prompt": prompts[num_train:]}
+    )
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -73,7 +82,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *SYMBOLS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left"
+    )
 
 
 def make_model(seed: int) -> PreTrainedModel:

@@ -30,16 +30,22 @@ from multinode_kit.faults import Faults
 from trl_multinode import GRPOConfig, GRPOTrainer
 
 NUM_GENERATIONS = 8
-ROWS_PER_RANK = 64  # 32 prompts a step on 4 ranks; with 16, one seed in three got stuck at a reward below 0.7
+ROWS_PER_RANK = (
+    64  # 32 prompts a step on 4 ranks; with 16, one seed in three got stuck at a reward below 0.7
+)
 
 
 def parse_arguments(modes: Iterable[str] = MODES) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", choices=modes, default=next(iter(modes)), help="see modes.py")
-    parser.add_argument("--no-sync", action="store_true", help="test only: the engines keep their first weights")
+    parser.add_argument(
+        "--no-sync", action="store_true", help="test only: the engines keep their first weights"
+    )
     return parser.parse_args()
 
 
@@ -65,7 +71,9 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
         temperature=1.0,
         seed=options.seed,
         rollout_seed=options.seed,
-        logprob_divergence_limit=0 if options.no_sync else None,  # the alarm would stop a run on stale weights
+        logprob_divergence_limit=0
+        if options.no_sync
+        else None,  # the alarm would stop a run on stale weights
         eval_on_start=True,
         logging_steps=1,
         save_strategy="no",
@@ -119,7 +127,9 @@ def write_run(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
         "ranks": topology.world_size,
         "engines": topology.num_nodes * len(devices.per_engine),
         "devices": training_gpus + topology.num_nodes * sum(map(len, devices.per_engine)),
-        "engine": "fake" if trainer.vllm_generation.engines[0].ready.vllm_version == "fake" else "vLLM",
+        "engine": "fake"
+        if trainer.vllm_generation.engines[0].ready.vllm_version == "fake"
+        else "vLLM",
         "steps": trainer.state.global_step,
         "rows_per_step": trainer.args.generation_batch_size,
         "weight_versions": trainer.vllm_generation.version.update,
@@ -136,7 +146,8 @@ def train_and_record(trainer: GRPOTrainer, folder: Path, best_constant: float) -
         rounds.groups._stream = RecordedStream(rounds.groups._stream, path)
     trainer.train()
     if trainer.accelerator.is_main_process:
-        write_run(trainer, folder, best_constant)  # first: a run that ends in the evaluation still has a report
+        # first: a run that ends in the evaluation still has a report
+        write_run(trainer, folder, best_constant)
     trainer.evaluate()
 
 
@@ -157,7 +168,9 @@ def main() -> None:
         eval_dataset=held_out,
         processing_class=make_tokenizer(),
     )
-    train_and_record(trainer, options.output_dir, max(map(best_constant_score, (train_set, held_out))))
+    train_and_record(
+        trainer, options.output_dir, max(map(best_constant_score, (train_set, held_out)))
+    )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
         temperature=1.0,
         seed=options.seed,
         rollout_seed=options.seed,
-        logprob_divergence_limit=0 if options.no_sync else None,  # the alarm would stop a run on stale weights
+        logprob_divergence_limit=0
+        if options.no_sync
+        else None,  # the alarm would stop a run on stale weights
         eval_on_start=True,
         logging_steps=1,
         save_strategy="no",

@@ -38,7 +38,9 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
         temperature=1.0,
         seed=options.seed,
         rollout_seed=options.seed,
-        logprob_divergence_limit=0 if options.no_sync else None,  # the alarm would stop a run on stale weights
+        logprob_divergence_limit=0
+        if options.no_sync
+        else None,  # the alarm would stop a run on stale weights
         # Less memory: half of a rank's rows at a time (a prompt has 16 tokens), weights in buckets of 64 MiB
         micro_batch_tokens=384,
         sync_bucket_mb=64,
@@ -76,7 +78,9 @@ def main() -> None:
         eval_dataset=held_out,
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
-    train_and_record(trainer, options.output_dir, max(map(best_constant_score, (train_set, held_out))))
+    train_and_record(
+        trainer, options.output_dir, max(map(best_constant_score, (train_set, held_out)))
+    )
 
 
 if __name__ == "__main__":

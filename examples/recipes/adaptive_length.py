@@ -21,8 +21,12 @@ from trl_multinode.examples.grpo import GRPOScriptArguments, make_parser, train
 class AdaptiveArguments(GRPOScriptArguments):
     """Arguments of examples/grpo.py, and those of the limit."""
 
-    first_length: int = field(default=1024, metadata={"help": "Limit of the completion length at the first step."})
-    cut_share: float = field(default=0.1, metadata={"help": "Share of cut completions above which the limit grows."})
+    first_length: int = field(
+        default=1024, metadata={"help": "Limit of the completion length at the first step."}
+    )
+    cut_share: float = field(
+        default=0.1, metadata={"help": "Share of cut completions above which the limit grows."}
+    )
     growth: float = field(default=1.5, metadata={"help": "Factor by which it grows."})
 
 
@@ -48,7 +52,9 @@ class AdaptiveLength(TrainerCallback):
         self._longest = generation.max_completion_length
 
     def on_train_begin(self, args, state, control, **_):
-        self._generation.max_completion_length = length_after(state.log_history, self._arguments, self._longest)
+        self._generation.max_completion_length = length_after(
+            state.log_history, self._arguments, self._longest
+        )
 
     def on_log(self, args, state, control, **_):
         before = self._generation.max_completion_length
@@ -62,7 +68,9 @@ def build(arguments: AdaptiveArguments, **keywords: Any) -> Any:
     from trl_multinode import GRPOTrainer
 
     if keywords["args"].max_staleness > 1:
-        raise ValueError("`max_staleness` of 2 or more opens its requests with one limit for the whole run.")
+        raise ValueError(
+            "`max_staleness` of 2 or more opens its requests with one limit for the whole run."
+        )
     trainer = GRPOTrainer(**keywords)
     trainer.add_callback(AdaptiveLength(trainer.vllm_generation, arguments))
     return trainer

@@ -55,11 +55,15 @@ def generate(generation: Any, prompts: list[list[int]], max_tokens: int) -> list
     """Generate one completion for each prompt, with a limit of its own."""
     limit, generation.max_completion_length = generation.max_completion_length, max_tokens
     try:
-        _, tokens, logprobs, _ = generation.generate(prompts=prompts, images=None, num_generations=1)
+        _, tokens, logprobs, _ = generation.generate(
+            prompts=prompts, images=None, num_generations=1
+        )
     finally:
         generation.max_completion_length = limit
     rows = zip(prompts, tokens, logprobs, strict=True)
-    return [Candidate(prompt, list(ids), [token[0] for token in values]) for prompt, ids, values in rows]
+    return [
+        Candidate(prompt, list(ids), [token[0] for token in values]) for prompt, ids, values in rows
+    ]
 
 
 def finish(generation: Any, candidates: list[Candidate], limit: int, end: int) -> None:
@@ -67,7 +71,9 @@ def finish(generation: Any, candidates: list[Candidate], limit: int, end: int) -
     cut = [each for each in candidates if each.tokens[-1] != end and len(each.tokens) < limit]
     if cut:
         room = limit - len(cut[0].tokens)  # all cut drafts have the same length
-        for each, more in zip(cut, generate(generation, [c.prompt + c.tokens for c in cut], room), strict=True):
+        for each, more in zip(
+            cut, generate(generation, [c.prompt + c.tokens for c in cut], room), strict=True
+        ):
             each.tokens += more.tokens
             each.logprobs += more.logprobs
 
@@ -75,23 +81,36 @@ def finish(generation: Any, candidates: list[Candidate], limit: int, end: int) -
 def tokenize(prompts: list, tokenizer: Any) -> list[list[int]]:
     if isinstance(prompts[0], str):
         return tokenizer(text=prompts)["input_ids"]
-    return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)[
-        "input_ids"
-    ]
+    return tokenizer.apply_chat_template(
+        prompts, add_generation_prompt=True, tokenize=True, return_dict=True
+    )["input_ids"]
 
 
 def two_stages(arguments: TwoStageArguments, prompts: list, trainer: Any) -> dict[str, list]:
     """Make this rank's completions, as a `rollout_func` of TRL."""
     generation, tokenizer = trainer.vllm_generation, trainer.processing_class
-    limit, drafts = generation.max_completion_length, arguments.drafts if trainer.model.training else 1
+    limit, drafts = (
+        generation.max_completion_length,
+        arguments.drafts if trainer.model.training else 1,
+    )
     chosen: list[Candidate] = []
     ids = tokenize(prompts, tokenizer)
-    made = iter(generate(generation, [row for row in ids for _ in range(drafts)], min(arguments.draft_tokens, limit)))
+    made = iter(
+        generate(
+            generation,
+            [row for row in ids for _ in range(drafts)],
+            min(arguments.draft_tokens, limit),
+        )
+    )
     for _, group in groupby(ids):
         number = len(list(group))
         candidates = [next(made) for _ in range(number * drafts)]
-        texts = tokenizer.batch_decode([each.tokens for each in candidates], skip_special_tokens=True)
-        chosen += [candidates[index] for index in best_and_worst([score(text) for text in texts], number)]
+        texts = tokenizer.batch_decode(
+            [each.tokens for each in candidates], skip_special_tokens=True
+        )
+        chosen += [
+            candidates[index] for index in best_and_worst([score(text) for text in texts], number)
+        ]
     finish(generation, chosen, limit, tokenizer.eos_token_id)
     return {
         "prompt_ids": [each.prompt for each in chosen],

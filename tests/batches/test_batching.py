@@ -14,33 +14,51 @@ CAP, LINEAR = 4 * 768, 6 * 64
 def rollouts(ranks: int, rows: int, seed: int = 0) -> np.ndarray:
     """Log-normal lengths in groups of 8, shuffled within a rank as TRL does: 100,000 of them in 10 ms."""
     random = np.random.default_rng(seed)
-    spread = np.repeat(random.normal(size=(ranks * rows + 7) // 8), 8)[: ranks * rows] + random.normal(
-        size=ranks * rows
+    spread = np.repeat(random.normal(size=(ranks * rows + 7) // 8), 8)[
+        : ranks * rows
+    ] + random.normal(size=ranks * rows)
+    return random.permuted(
+        np.clip(120 * np.exp(0.6 * spread), 4, 768).astype(int).reshape(ranks, rows), axis=1
     )
-    return random.permuted(np.clip(120 * np.exp(0.6 * spread), 4, 768).astype(int).reshape(ranks, rows), axis=1)
 
 
 def check(lengths: np.ndarray, across: int, cap: int, plan: Plan) -> None:
     """What every plan must hold: each rank sees its own bins only, and all ranks together every row once."""
     ranks, rows = lengths.shape
     bins = [plan.bins(rank) for rank in range(ranks)]
-    trained = [(row, rank) for rank, steps in enumerate(bins) for numbers in steps for row in numbers]
-    assert sorted(row for row, _ in trained) == list(range(lengths.size)), "every row is trained exactly once"
-    assert [rank for _, rank in sorted(trained)] == plan.targets().tolist(), "a row is sent to the rank that trains it"
-    assert {len(steps) for steps in bins} == {plan.micro_steps}, "every rank has the same number of micro-steps"
-    assert all(numbers for steps in bins for numbers in steps), "an empty bin would break the lock-step"
+    trained = [
+        (row, rank) for rank, steps in enumerate(bins) for numbers in steps for row in numbers
+    ]
+    assert sorted(row for row, _ in trained) == list(range(lengths.size)), (
+        "every row is trained exactly once"
+    )
+    assert [rank for _, rank in sorted(trained)] == plan.targets().tolist(), (
+        "a row is sent to the rank that trains it"
+    )
+    assert {len(steps) for steps in bins} == {plan.micro_steps}, (
+        "every rank has the same number of micro-steps"
+    )
+    assert all(numbers for steps in bins for numbers in steps), (
+        "an empty bin would break the lock-step"
+    )
     flat = lengths.reshape(-1)
     slots = [[len(numbers) * flat[numbers].max() for numbers in steps] for steps in bins]
     assert np.array_equal(slots, plan.slots()) and plan.slots().max() <= cap
     assert plan.owners.tolist() == [rank for rank in range(ranks) for _ in range(rows)]
-    assert (plan.targets() // across == plan.owners // across).all(), "a row left the ranks between which it may move"
+    assert (plan.targets() // across == plan.owners // across).all(), (
+        "a row left the ranks between which it may move"
+    )
 
 
 LENGTHS = {
     "rollouts": lambda random, shape: np.clip(120 * np.exp(random.normal(size=shape)), 1, 768),
     "equal": lambda random, shape: np.full(shape, random.integers(1, 769)),
-    "one giant row": lambda random, shape: np.where(np.arange(np.prod(shape)).reshape(shape) == 0, 768, 1),
-    "one node has all long rows": lambda random, shape: np.where(np.arange(shape[0])[:, None] < 2, 700, 10),
+    "one giant row": lambda random, shape: np.where(
+        np.arange(np.prod(shape)).reshape(shape) == 0, 768, 1
+    ),
+    "one node has all long rows": lambda random, shape: np.where(
+        np.arange(shape[0])[:, None] < 2, 700, 10
+    ),
     "any": lambda random, shape: random.integers(1, 769, shape),
 }
 
@@ -51,7 +69,10 @@ def test_the_properties_hold_for_any_shape_and_any_number_of_pools(kind):
     random = np.random.default_rng(0)
     for _ in range(60):
         nodes, per_node = random.integers(1, 10), random.integers(1, 9)
-        limits = {"pool_rows": random.choice([1, 8, 50, POOL_ROWS]), "pool_ranks": random.choice([1, 6, POOL_RANKS])}
+        limits = {
+            "pool_rows": random.choice([1, 8, 50, POOL_ROWS]),
+            "pool_ranks": random.choice([1, 6, POOL_RANKS]),
+        }
         across = int(random.choice([per_node, nodes * per_node]))
         cap = int(random.choice([768, 1000, CAP, 100_000]))
         for rows in random.integers(1, 30, size=2):
@@ -63,8 +84,13 @@ def test_the_properties_hold_for_any_shape_and_any_number_of_pools(kind):
 
 
 def test_rows_are_dealt_in_snake_order():
-    assert deal(np.array([[9, 8, 7, 6, 5, 4, 3, 2, 1]]), 3).tolist() == [[0, 1, 2], [5, 4, 3], [6, 7, 8]]
-    two_nodes = np.array([[1, 2, 3, 4], [40, 30, 20, 10]])  # rows 0 to 3 stay on one, 4 to 7 on the other
+    assert deal(np.array([[9, 8, 7, 6, 5, 4, 3, 2, 1]]), 3).tolist() == [
+        [0, 1, 2],
+        [5, 4, 3],
+        [6, 7, 8],
+    ]
+    # rows 0 to 3 stay on one, 4 to 7 on the other
+    two_nodes = np.array([[1, 2, 3, 4], [40, 30, 20, 10]])
     assert deal(two_nodes, 1).tolist() == [[3, 4], [2, 5], [1, 6], [0, 7]]
     assert deal(two_nodes, 2).tolist() == [[3, 2, 4, 5], [0, 1, 7, 6]]
 
@@ -78,7 +104,9 @@ def test_pools_get_equal_work_in_every_micro_step():
     assert plan.lock_step_efficiency() > 0.91
 
 
-@pytest.mark.parametrize(("ranks", "rows", "share", "lock_step"), [(2, 128, 0.9, 0.97), (4, 64, 0.9, 0.95)])
+@pytest.mark.parametrize(
+    ("ranks", "rows", "share", "lock_step"), [(2, 128, 0.9, 0.97), (4, 64, 0.9, 0.95)]
+)
 def test_worth(ranks, rows, share, lock_step):
     """256 rows a step: design goal 0.85 real tokens a slot with 4 rows a micro-batch, lock-step included."""
     for seed in range(5):
@@ -86,11 +114,16 @@ def test_worth(ranks, rows, share, lock_step):
         found = plan_micro_steps(lengths, ranks, CAP, LINEAR)
         assert lengths.sum() / found.slots().sum() > share
         assert lengths.sum() / (ranks * found.slots().max(axis=0).sum()) > 0.85
-        assert found.lock_step_efficiency() > lock_step and lengths.size / (ranks * found.micro_steps) >= 4
+        assert (
+            found.lock_step_efficiency() > lock_step
+            and lengths.size / (ranks * found.micro_steps) >= 4
+        )
 
 
 @pytest.mark.nightly  # the plans' worth and cost
-@pytest.mark.parametrize(("nodes", "rows", "at_least"), [(8, 32, 0.91), (64, 32, 0.91), (128, 128, 0.95)])
+@pytest.mark.parametrize(
+    ("nodes", "rows", "at_least"), [(8, 32, 0.91), (64, 32, 0.91), (128, 128, 0.95)]
+)
 def test_worth_over_nodes(nodes, rows, at_least):
     """Rows that stay on their node wait for the node with the longest ones; dealt rows do not."""
     lengths = rollouts(nodes * 7, rows)
@@ -102,7 +135,9 @@ def test_worth_over_nodes(nodes, rows, at_least):
 @pytest.mark.nightly  # the plans' worth and cost
 def test_pools_are_nearly_as_good_as_one_pool_of_all_ranks():
     lengths = rollouts(8 * 7, 32)
-    pools, one = (plan_micro_steps(lengths, 8 * 7, CAP, LINEAR, limit) for limit in (POOL_ROWS, lengths.size))
+    pools, one = (
+        plan_micro_steps(lengths, 8 * 7, CAP, LINEAR, limit) for limit in (POOL_ROWS, lengths.size)
+    )
     assert pools.order.shape[1] == 2 and one.order.shape[1] == 1
     assert pools.costs().max(axis=0).sum() < 1.03 * one.costs().max(axis=0).sum()
 

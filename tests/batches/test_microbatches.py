@@ -14,7 +14,12 @@ from trl_multinode.batches.shares import RowDealer
 CAP = 200  # the longest row has 84 tokens, TRL's micro-batch of 4 rows up to 336 slots
 EVERYTHING = {"engine": "token_truncate", "beta": 0.05, "num_iterations": 2, "max_steps": 2}
 # A second epoch-less run of 12 prompts is 3 generation blocks of 2 slices: a window of 4 and a short one of 2
-SHORT_WINDOW = {"steps_per_generation": 2, "gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 1}
+SHORT_WINDOW = {
+    "steps_per_generation": 2,
+    "gradient_accumulation_steps": 4,
+    "max_steps": -1,
+    "num_train_epochs": 1,
+}
 # Each differs from the others in what our code does: sum or mean, blocks, windows, masks, padding
 CASES = {
     "dapo": {"loss_type": "dapo"} | EVERYTHING,
@@ -58,7 +63,9 @@ def check(found: dict, limit: float = 1e-5) -> None:
     assert found["differences"] and max(found["differences"]) < limit, found
     assert found["losses"][1] == pytest.approx(found["losses"][0], rel=1e-5, abs=1e-6)
     assert found["entropy"][1] == pytest.approx(found["entropy"][0], rel=1e-2)
-    assert found["steps"][0] == found["steps"][1] and found["step_times"][0] == found["step_times"][1]
+    assert (
+        found["steps"][0] == found["steps"][1] and found["step_times"][0] == found["step_times"][1]
+    )
     assert found["share"] > 0.6
 
 
@@ -75,9 +82,16 @@ def test_a_micro_batch_of_truncated_rows_has_two_columns_and_rows_have_the_same_
     """TRL's metrics take one column for values of sequences."""
     row = {"prompt_ids": torch.tensor([5, 6]), "completion_ids": torch.tensor([], dtype=torch.long)}
     batch = join_rows([row, row], frozenset({"completion_ids"}), 0)
-    assert batch["completion_mask"].tolist() == [[0, 0]] * 2 and batch["completion_ids"].shape == (2, 2)
+    assert batch["completion_mask"].tolist() == [[0, 0]] * 2 and batch["completion_ids"].shape == (
+        2,
+        2,
+    )
     with pytest.raises(ValueError, match=" \\['tool_mask'\\]"):
-        join_rows([row, row | {"tool_mask": row["completion_ids"]}], frozenset({"completion_ids", "tool_mask"}), 0)
+        join_rows(
+            [row, row | {"tool_mask": row["completion_ids"]}],
+            frozenset({"completion_ids", "tool_mask"}),
+            0,
+        )
 
 
 def compare_between_nodes(folder, rank: int, settings) -> dict:
@@ -96,7 +110,9 @@ def compare_between_nodes(folder, rank: int, settings) -> dict:
 
 def test_rows_stay_on_their_node_if_told_so(tmp_path):
     settings = {"loss_type": "dapo", "beta": 0.05, "balance_across": "node"}
-    found = on_ranks(lambda rank: compare_between_nodes(tmp_path, rank, settings), 4, tmp_path, ranks_per_node=2)
+    found = on_ranks(
+        lambda rank: compare_between_nodes(tmp_path, rank, settings), 4, tmp_path, ranks_per_node=2
+    )
     for rank, result in enumerate(found):
         check(result)
         assert {owner // 2 for owner in result["owners"]} == {rank // 2}
@@ -105,8 +121,17 @@ def test_rows_stay_on_their_node_if_told_so(tmp_path):
 
 def test_rows_are_dealt_to_all_nodes_and_the_gradient_is_trls(tmp_path):
     """Three nodes of two ranks, two pools of three ranks: pools and nodes need not agree. Also one row per rank."""
-    blocks = {"loss_type": "dapo", "beta": 0.05, "steps_per_generation": 1, "engine": "token_truncate"}
-    one_row = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "num_generations": 3}
+    blocks = {
+        "loss_type": "dapo",
+        "beta": 0.05,
+        "steps_per_generation": 1,
+        "engine": "token_truncate",
+    }
+    one_row = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "num_generations": 3,
+    }
 
     def body(rank: int) -> list[dict]:
         pools: list[int] = []
@@ -123,8 +148,11 @@ def test_rows_are_dealt_to_all_nodes_and_the_gradient_is_trls(tmp_path):
     ranks = on_ranks(body, 6, tmp_path, ranks_per_node=2)
     for rank, (found, single) in enumerate(ranks):
         check(found)
-        assert found["pools"] == [2] * 4  # for each of two blocks one of both no-grad passes, and one of the training
-        assert {owner // 2 for owner in found["owners"]} - {rank // 2}, f"rank {rank} got no row of another node"
+        # for each of two blocks one of both no-grad passes, and one of the training
+        assert found["pools"] == [2] * 4
+        assert {owner // 2 for owner in found["owners"]} - {rank // 2}, (
+            f"rank {rank} got no row of another node"
+        )
         assert 0 < found["crossed"] < found["moved"]
         check(single)
     assert sum(single["owners"] != [rank] for rank, (_, single) in enumerate(ranks)) > 1
@@ -133,7 +161,9 @@ def test_rows_are_dealt_to_all_nodes_and_the_gradient_is_trls(tmp_path):
 def test_a_row_above_the_cap_is_an_error_on_every_rank(tmp_path):
     def body(rank: int) -> str:
         trainer = make(tmp_path, micro_batch_tokens=70, loss_type="grpo")
-        with refused("micro_batch_tokens", "`max_completion_length` 64", node=0, rank=rank) as caught:
+        with refused(
+            "micro_batch_tokens", "`max_completion_length` 64", node=0, rank=rank
+        ) as caught:
             trainer.train()
         return str(caught.value)
 
@@ -141,7 +171,9 @@ def test_a_row_above_the_cap_is_an_error_on_every_rank(tmp_path):
         assert message.startswith(f"node 0, rank {rank}: ") and "`micro_batch_tokens` 70" in message
 
 
-@pytest.mark.parametrize(("setting", "value"), [("micro_batch_tokens", 256), ("balance_across", "rack")])
+@pytest.mark.parametrize(
+    ("setting", "value"), [("micro_batch_tokens", 256), ("balance_across", "rack")]
+)
 def test_fields_are_checked(setting, value):
     with refused(setting, got=value):
         GRPOConfig("out", use_cpu=True, bf16=False, max_completion_length=256, **{setting: value})

@@ -27,7 +27,9 @@ pytestmark = pytest.mark.nightly
     [({"loss_type": "dapo"}, int),
      ({"loss_type": "grpo"} | SHORT_WINDOW, int), ({"loss_type": "grpo"} | SHORT_WINDOW, float)],
 )  # fmt: skip
-def test_a_rollout_func_may_give_masks_on_some_ranks_and_in_some_rounds_only(settings, number, tmp_path):
+def test_a_rollout_func_may_give_masks_on_some_ranks_and_in_some_rounds_only(
+    settings, number, tmp_path
+):
     """Rows that ranks exchange have the same fields, and tokens of tools are never trained."""
 
     def body(rank: int) -> dict:
@@ -65,7 +67,8 @@ def test_only_tokens_of_completions_go_through_the_head(tmp_path):
 
     def body(rank: int) -> int:
         trainer, labels = make(tmp_path, micro_batch_tokens=CAP), []
-        mask = torch.tensor([[0] * 18 + [1] * 2 + [1] * 5, [1] * 20 + [1] * 3 + [0] * 2])  # prompts of 2 and 20 tokens
+        # prompts of 2 and 20 tokens
+        mask = torch.tensor([[0] * 18 + [1] * 2 + [1] * 5, [1] * 20 + [1] * 3 + [0] * 2])
         trainer.model.train()
 
         def model(**inputs):
@@ -80,7 +83,9 @@ def test_only_tokens_of_completions_go_through_the_head(tmp_path):
 
 
 def test_a_single_process_needs_no_process_group(tmp_path):
-    with forked(lambda rank: compare(tmp_path, {"loss_type": "grpo", "beta": 0.0}), 1, tmp_path) as (one,):
+    with forked(
+        lambda rank: compare(tmp_path, {"loss_type": "grpo", "beta": 0.0}), 1, tmp_path
+    ) as (one,):
         check(one.result)
         assert one.result["world"] == 1 and one.result["moved"] == 0
 
@@ -88,7 +93,9 @@ def test_a_single_process_needs_no_process_group(tmp_path):
 def gpt2():
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    config = GPT2Config(vocab_size=258, n_positions=256, n_embd=32, n_layer=1, n_head=2, eos_token_id=1)
+    config = GPT2Config(
+        vocab_size=258, n_positions=256, n_embd=32, n_layer=1, n_head=2, eos_token_id=1
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
@@ -106,7 +113,10 @@ def test_a_loss_that_cannot_be_cut_anew_keeps_trls_cut_and_one_line_says_why(tmp
     def body(rank: int) -> dict:
         trainer = make(tmp_path, micro_batch_tokens=CAP, loss_type="bnpo")
         trainer.train()
-        return {"balanced": trainer._balance is not None, "micro_steps": logged(trainer, "balance/micro_steps")}
+        return {
+            "balanced": trainer._balance is not None,
+            "micro_steps": logged(trainer, "balance/micro_steps"),
+        }
 
     assert on_ranks(body, 2, tmp_path) == [{"balanced": False, "micro_steps": []}] * 2
     logs = "".join((tmp_path / f"rank{rank}.log").read_text() for rank in (0, 1))
@@ -122,15 +132,28 @@ IMAGES = {
 
 def test_the_fields_of_a_row_are_pinned():
     """A field that a new TRL adds is per token, per row or a scalar: layouts.py has to know."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions)))
+    tree = ast.parse(
+        textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions))
+    )
     found = {
-        n.slice.value for n in ast.walk(tree) if isinstance(n, ast.Subscript) and ast.unparse(n.value) == "output"
+        n.slice.value
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Subscript) and ast.unparse(n.value) == "output"
     }
     (literal,) = [
-        n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "output"
+        n.value
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "output"
     ]
     found |= {key.value for key in literal.keys}
-    assert found == {*PER_TOKEN, *MASKS, "prompt_ids", "advantages", "num_items_in_batch", *IMAGES}, trl.__version__
+    assert found == {
+        *PER_TOKEN,
+        *MASKS,
+        "prompt_ids",
+        "advantages",
+        "num_items_in_batch",
+        *IMAGES,
+    }, trl.__version__
 
 
 REFUSED = [
@@ -153,7 +176,11 @@ def test_what_cannot_be_cut_anew_has_a_reason(tmp_path):
         plain = make(tmp_path, micro_batch_tokens=CAP)
         found = [reason_against(plain)]
         for what, _ in REFUSED:
-            found.append(reason_of_changed(plain, *what) if isinstance(what, tuple) else reason_of_built(what))
+            found.append(
+                reason_of_changed(plain, *what)
+                if isinstance(what, tuple)
+                else reason_of_built(what)
+            )
         return [*found, reason_against(plain)]
 
     def reason_of_changed(trainer, owner: str, name: str, value) -> str | None:

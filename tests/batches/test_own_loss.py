@@ -22,7 +22,9 @@ class MeanOverRows(ShortReplay):
         mask, kept = inputs["completion_mask"], inputs["completion_ids"].size(1)
         both = torch.cat([inputs["prompt_mask"], mask], dim=1)
         logprobs = self._get_per_token_logps_and_entropies(model, ids, both, kept)[0]
-        of_row = -(logprobs * inputs["advantages"].unsqueeze(1) * mask).sum(1) / mask.sum(1).clamp(min=1)
+        of_row = -(logprobs * inputs["advantages"].unsqueeze(1) * mask).sum(1) / mask.sum(1).clamp(
+            min=1
+        )
         return of_row.mean() / self.current_gradient_accumulation_steps
 
 
@@ -53,8 +55,12 @@ def gradients(folder, kind) -> dict:
     }
 
 
-@pytest.mark.parametrize(("kind", "balanced"), [(MeanOverRows, False), (Declared, True), (OwnAgain, False)])
-def test_the_gradient_of_a_loss_of_the_users_own_is_that_without_micro_batch_tokens(kind, balanced, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "balanced"), [(MeanOverRows, False), (Declared, True), (OwnAgain, False)]
+)
+def test_the_gradient_of_a_loss_of_the_users_own_is_that_without_micro_batch_tokens(
+    kind, balanced, tmp_path
+):
     """Before, long rows weighed as much as many short ones: a relative error of 0.4, without a word."""
     for found in on_ranks(lambda rank: gradients(tmp_path, kind), 2, tmp_path):
         assert found["balanced"] == balanced
@@ -65,7 +71,9 @@ def test_whose_loss_a_trainer_has():
     assert owner_of(GRPOTrainer, *LOSSES) is owner_of(MultiNodeRLOOTrainer, *LOSSES) is None
     assert owner_of(Declared, *LOSSES) is MeanOverRows and owner_of(OwnAgain, *LOSSES) is OwnAgain
     assert reason_of_loss(ShortReplay) is reason_of_loss(MultiNodeGMPOTrainer) is None
-    assert "`OwnAgain`" in reason_of_loss(OwnAgain) and "loss_reduction" in reason_of_loss(MeanOverRows)
+    assert "`OwnAgain`" in reason_of_loss(OwnAgain) and "loss_reduction" in reason_of_loss(
+        MeanOverRows
+    )
     with refused("loss_reduction", got="mean"):
         reason_of_loss(Misspelled)
 
@@ -84,7 +92,12 @@ def test_a_loss_without_the_importance_ratio_is_refused_in_the_first_step_of_rou
         step(lambda inputs: inputs["advantages"].sum())
     # a copy may be read unseen, so it counts
     entries = (lambda x: x[RATIO], lambda x: x.get(RATIO), lambda x: x.pop(RATIO))
-    copies = (lambda x: {**x, "more": 1}, lambda x: dict(x), lambda x: x.copy(), lambda x: list(x.items()))
+    copies = (
+        lambda x: {**x, "more": 1},
+        lambda x: dict(x),
+        lambda x: x.copy(),
+        lambda x: list(x.items()),
+    )
     for read in entries + copies:
         check = RatioCheck(MeanOverRows)
         step(read)
@@ -98,7 +111,9 @@ class Shaped(GRPOTrainer):
 
 
 @pytest.mark.parametrize("kind", [Shaped, GRPOTrainer])
-def test_rewards_that_a_subclass_shapes_are_refused_with_dynamic_sampling(kind, monkeypatch, tmp_path):
+def test_rewards_that_a_subclass_shapes_are_refused_with_dynamic_sampling(
+    kind, monkeypatch, tmp_path
+):
     monkeypatch.setattr(GRPOTrainer.__mro__[1], "_check_call", lambda *_: None)
     host = SimpleNamespace(settings=NodeSettings(dynamic_sampling=8))
     args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)

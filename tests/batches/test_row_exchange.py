@@ -16,7 +16,9 @@ CPU = torch.device("cpu")
 
 
 def topology(rank: int, nodes: int, per_node: int) -> Topology:
-    return Topology(rank, nodes * per_node, rank % per_node, per_node, rank // per_node, nodes, launched=False)
+    return Topology(
+        rank, nodes * per_node, rank % per_node, per_node, rank // per_node, nodes, launched=False
+    )
 
 
 def record(row: int, size: int) -> torch.Tensor:
@@ -44,7 +46,10 @@ def test_every_record_reaches_its_target_and_goes_back(nodes, per_node, tmp_path
         held = {int(row): record(row, sizes[row]) for row in np.flatnonzero(sources == rank)}
         arrived = exchange.move(held, sizes, sources, targets)
         back = exchange.move(held | arrived, sizes, targets, sources)
-        return [[{row: got.tolist() for row, got in found.items()} for found in (arrived, back)], peers]
+        return [
+            [{row: got.tolist() for row, got in found.items()} for found in (arrived, back)],
+            peers,
+        ]
 
     for rank, ((arrived, back), seen) in enumerate(on_gloo_ranks(body, ranks, tmp_path)):
         into = np.flatnonzero((targets == rank) & (sources != rank))
@@ -76,7 +81,13 @@ def test_unequal_nodes_are_an_error_before_any_collective(tmp_path):
     def body(rank: int) -> str:
         """Two ranks on the first node, one on the second."""
         mine = Topology(rank, 3, rank % 2, 2 if rank < 2 else 1, rank // 2, 2, launched=False)
-        with refused("num_processes", "`num_processes`", got=mine.ranks_per_node, expected=1.5, node=mine.node):
+        with refused(
+            "num_processes",
+            "`num_processes`",
+            got=mine.ranks_per_node,
+            expected=1.5,
+            node=mine.node,
+        ):
             RowExchange(mine, "world", CPU)
         return "refused"
 

@@ -25,7 +25,9 @@ def test_shipped_gpu_config_trains_on_seven_gpus_of_every_node_and_leaves_the_la
         assert (launch.num_nodes, launch.started, launch.num_ranks) == (nodes, 7, 7 * nodes)
         assert launch.args.machine_rank == node
         assert launch.visible[launch.started :] == ["7"]
-        assert launch.endpoint == ("static, node0:29500" if nodes > 1 else "static, 127.0.0.1:29500")
+        assert launch.endpoint == (
+            "static, node0:29500" if nodes > 1 else "static, 127.0.0.1:29500"
+        )
         assert launch.launcher == "deepspeed_launcher" and launch.own_launcher is None
         assert (launch.args.zero_stage, launch.args.mixed_precision) == (3, "bf16")
 
@@ -36,13 +38,23 @@ def test_shipped_gpu_config_trains_on_seven_gpus_of_every_node_and_leaves_the_la
 def test_flags_win_over_the_file(write):
     path = write(num_processes=15, machine_rank=0, rdzv_backend="c10d")
     launch = launched(path, "--num-processes", "12", "--machine_rank=1", "--rdzv_backend", "c10d")
-    assert (launch.started, launch.args.machine_rank, launch.endpoint) == (6, 1, "c10d, node0:29500")
+    assert (launch.started, launch.args.machine_rank, launch.endpoint) == (
+        6,
+        1,
+        "c10d, node0:29500",
+    )
 
 
-@pytest.mark.parametrize(("kind", "section"), [("FSDP", {"fsdp_config": {"fsdp_version": 2}}), ("MULTI_GPU", {})])
+@pytest.mark.parametrize(
+    ("kind", "section"), [("FSDP", {"fsdp_config": {"fsdp_version": 2}}), ("MULTI_GPU", {})]
+)
 def test_other_strategies_run_under_torchrun_too(write, kind, section):
     launch = launched(write(distributed_type=kind, deepspeed_config=None, **section))
-    assert (launch.launcher, launch.started, launch.endpoint) == ("multi_gpu_launcher", 7, "static, node0:29500")
+    assert (launch.launcher, launch.started, launch.endpoint) == (
+        "multi_gpu_launcher",
+        7,
+        "static, node0:29500",
+    )
 
 
 @pytest.mark.fault("29")
@@ -65,7 +77,13 @@ def test_command_says_what_may_surprise(capsys, write):
 
 def test_command_prints_what_runs_and_succeeds(capsys):
     argv = [str(CONFIGS / "4node.yaml"), "--machine_rank", "2", "--main_process_ip", "node0"]
-    script = [str(ROOT / "examples" / "grpo.py"), "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
+    script = [
+        str(ROOT / "examples" / "grpo.py"),
+        "--dataset_name",
+        "d",
+        "--reward_funcs",
+        "think_format_reward",
+    ]
     assert main([*argv, *script, "--max_steps", "5", "--per-device-train-batch-size", "4"]) == 0
     out = capsys.readouterr().out
     ranks = ["processes per node", "14 to 20", "28"]
@@ -103,7 +121,15 @@ def test_unreadable_command_line_exits_with_2(write, capsys, flags, message):
 @pytest.mark.nightly
 @pytest.mark.real
 def test_module_runs_as_a_command_without_loading_the_libraries_it_checks_for():
-    command = [sys.executable, "-X", "importtime", "-m", "trl_multinode.tools", "check", CONFIGS / "2node.yaml"]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "trl_multinode.tools",
+        "check",
+        CONFIGS / "2node.yaml",
+    ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 1, run.stderr
     assert "`machine_rank`" in run.stdout and "`--machine_rank K`" in run.stdout

@@ -91,14 +91,20 @@ def test_what_a_users_parser_refuses_is_a_problem(script, words, what):
 def test_words_that_a_script_leaves_to_others_are_no_problem(tmp_path):
     path = tmp_path / "train.py"
     leaves = "parse_args_and_config(return_remaining_strings=True)"
-    path.write_text(USERS.format(touched=str(tmp_path / "touched")).replace("parse_args_and_config()", leaves))
+    path.write_text(
+        USERS.format(touched=str(tmp_path / "touched")).replace("parse_args_and_config()", leaves)
+    )
     _, problems = check(FOUR_NODES[0], [*FOUR_NODES[1:], str(path), "--mine", "4"])
     assert problems == []
 
 
 def test_values_of_the_scripts_config_file_count(script, tmp_path):
-    (tmp_path / "run.yaml").write_text("num_generations: 4\nper_device_train_batch_size: 2\nenv:\n  A_NAME: x\n")
-    launch, problems = check(FOUR_NODES[0], [*FOUR_NODES[1:], script, "--config", str(tmp_path / "run.yaml")])
+    (tmp_path / "run.yaml").write_text(
+        "num_generations: 4\nper_device_train_batch_size: 2\nenv:\n  A_NAME: x\n"
+    )
+    launch, problems = check(
+        FOUR_NODES[0], [*FOUR_NODES[1:], script, "--config", str(tmp_path / "run.yaml")]
+    )
     assert problems == [] and launch.script.batch == Batch(4, 2)
 
 
@@ -140,5 +146,7 @@ def test_script_whose_parser_cannot_be_built_gets_a_note(tmp_path, source, note)
 def test_batch_of_a_script_without_a_parser_is_checked(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("print(1)")
-    problem = only_problem(*FOUR_NODES, str(path), "--per_device_train_batch_size", "1", "--unknown", "2")
+    problem = only_problem(
+        *FOUR_NODES, str(path), "--per_device_train_batch_size", "1", "--unknown", "2"
+    )
     assert "got 28 " in problem.what

@@ -27,7 +27,13 @@ JSON = {
     "train_micro_batch_size_per_gpu": "auto",
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
 }
-GRPO = [str(ROOT / "examples" / "grpo.py"), "--dataset_name", "d.json", "--reward_funcs", "think_format_reward"]
+GRPO = [
+    str(ROOT / "examples" / "grpo.py"),
+    "--dataset_name",
+    "d.json",
+    "--reward_funcs",
+    "think_format_reward",
+]
 
 
 @dataclass
@@ -56,8 +62,12 @@ def by_json(**keys: Any) -> dict[str, Any]:
 TABLE = {
     # ---- DeepSpeed's config
     "JSON is read": Row(**by_json(), shows=["ZeRO-3 of ds.json", "bf16"]),
-    "JSON without a precision": Row(**by_json(bf16={"enabled": "auto"}), shows=["precision of the script"]),
-    "JSON without ZeRO": Row("`zero_optimization`", '"stage": 3', **by_json(zero_optimization=None)),
+    "JSON without a precision": Row(
+        **by_json(bf16={"enabled": "auto"}), shows=["precision of the script"]
+    ),
+    "JSON without ZeRO": Row(
+        "`zero_optimization`", '"stage": 3', **by_json(zero_optimization=None)
+    ),
     "JSON and keys of accelerate": Row(
         "zero_stage, mixed_precision",
         "`ds.json`",
@@ -68,13 +78,19 @@ TABLE = {
         "`gradient_accumulation_steps`",
         "1",
         file={"deepspeed_config": WITH_JSON},
-        files={"ds.json": {key: value for key, value in JSON.items() if key != "gradient_accumulation_steps"}},
+        files={
+            "ds.json": {
+                key: value for key, value in JSON.items() if key != "gradient_accumulation_steps"
+            }
+        },
         flags=["--gradient_accumulation_steps", "4"],
     ),
     "ZeRO-0": Row(file=zero(zero_stage=0), shows=["DeepSpeed ZeRO-0,"]),
     "no init flag": Row(file=zero(zero3_init_flag=None), shows=["note: `zero3_init_flag`"]),
     "nvme without a path": Row(
-        "`offload_param` to `nvme`", "`offload_param_nvme_path: /local_nvme`", file=zero(offload_param_device="nvme")
+        "`offload_param` to `nvme`",
+        "`offload_param_nvme_path: /local_nvme`",
+        file=zero(offload_param_device="nvme"),
     ),
     "nvme for the optimizer": Row(
         "`offload_optimizer` to `nvme`",
@@ -88,16 +104,25 @@ TABLE = {
         flags=["--num_engines", "6"],
         shows=["reserved devices   │ GPU 2, 3, 4, 5, 6, 7"],
     ),
-    "count as a variable": Row("variable", "`--num_processes`", {"num_processes": "$N"}, ["--num_processes", "14"]),
+    "count as a variable": Row(
+        "variable", "`--num_processes`", {"num_processes": "$N"}, ["--num_processes", "14"]
+    ),
     "rank as a string": Row(file={"machine_rank": "1"}, shows=["7 to 13 of 14"]),
     "no count": Row(
-        "(got None, expected 14: 7 a node)", "`num_processes: 14`", {"num_processes": None}, shows=["of 14"]
+        "(got None, expected 14: 7 a node)",
+        "`num_processes: 14`",
+        {"num_processes": None},
+        shows=["of 14"],
     ),
     # ---- the meeting of the nodes
     "empty address": Row("`main_process_ip`", "shell", flags=["--main_process_ip", ""]),
-    "list of hosts": Row("got 'node[0-1]'", "--main_process_ip HOST0", flags=["--main_process_ip", "node[0-1]"]),
+    "list of hosts": Row(
+        "got 'node[0-1]'", "--main_process_ip HOST0", flags=["--main_process_ip", "node[0-1]"]
+    ),
     "c10d needs no rank": Row(
-        file={"machine_rank": None}, flags=["--rdzv_backend", "c10d"], shows=["of 14", "c10d, node0:29500"]
+        file={"machine_rank": None},
+        flags=["--rdzv_backend", "c10d"],
+        shows=["of 14", "c10d, node0:29500"],
     ),
     "rank and address of a TrainJob": Row(
         "`machine_rank`",
@@ -118,7 +143,10 @@ TABLE = {
         environ={"PET_NNODES": "4", "PET_NODE_RANK": "2"},
     ),
     "address under srun": Row(
-        "`main_process_ip`", "scontrol show hostnames", {"main_process_ip": None}, environ={"SLURM_NODEID": "1"}
+        "`main_process_ip`",
+        "scontrol show hostnames",
+        {"main_process_ip": None},
+        environ={"SLURM_NODEID": "1"},
     ),
     "other nodes under srun": Row(
         "(got `num_machines` 2, expected SLURM_STEP_NUM_NODES=4)",
@@ -133,15 +161,21 @@ TABLE = {
     ),
     # ---- GPUs and engines
     "no visible GPU": Row(
-        "CUDA_VISIBLE_DEVICES of this shell (``)", "unset CUDA_VISIBLE_DEVICES", environ={"CUDA_VISIBLE_DEVICES": ""}
+        "CUDA_VISIBLE_DEVICES of this shell (``)",
+        "unset CUDA_VISIBLE_DEVICES",
+        environ={"CUDA_VISIBLE_DEVICES": ""},
     ),
-    "no GPU by number": Row("(`-1`)", "CUDA_VISIBLE_DEVICES", environ={"CUDA_VISIBLE_DEVICES": "-1"}),
+    "no GPU by number": Row(
+        "(`-1`)", "CUDA_VISIBLE_DEVICES", environ={"CUDA_VISIBLE_DEVICES": "-1"}
+    ),
     "GPUs of an AMD node": Row(
         environ={"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
         shows=["GPU 0, 1, 2, 3, 4, 5, 6", "reserved devices   │ GPU 7"],
     ),
     "hidden by HIP": Row(
-        "HIP_VISIBLE_DEVICES", "unset HIP_VISIBLE_DEVICES", environ={"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6"}
+        "HIP_VISIBLE_DEVICES",
+        "unset HIP_VISIBLE_DEVICES",
+        environ={"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6"},
     ),
     "GPUs for HIP and others for CUDA": Row(
         "0,1,2,3,4,5,6,7 and 7,6,5,4,3,2,1,0",
@@ -172,17 +206,23 @@ TABLE = {
     "missing argument": Row("--reward_funcs", "--help", script=GRPO[:3]),
     "refused setting": Row("`max_staleness`", script=[*GRPO, "--max_staleness", "9"]),
     "CPU in file and script": Row(
-        file={"use_cpu": True}, script=[*GRPO, "--use_cpu", "true"], hides=["does not reach the ranks"]
+        file={"use_cpu": True},
+        script=[*GRPO, "--use_cpu", "true"],
+        hides=["does not reach the ranks"],
     ),
     "settings of a server": Row(
         script=[*GRPO, "--vllm_server_port", "8001", "--vllm_enable_sleep_mode", "true"],
         shows=["`vllm_server_port`, `vllm_enable_sleep_mode`"],
     ),
     "misspelled reward": Row(
-        "think_format_reward", "--help", script=[*GRPO[:3], "--reward_funcs", "think_format_rewards"]
+        "think_format_reward",
+        "--help",
+        script=[*GRPO[:3], "--reward_funcs", "think_format_rewards"],
     ),
     "reward without its package": Row(
-        "`pip install math-verify`", "--help", script=[*GRPO[:3], "--reward_funcs", "accuracy_reward"]
+        "`pip install math-verify`",
+        "--help",
+        script=[*GRPO[:3], "--reward_funcs", "accuracy_reward"],
     ),
     "no script": Row("`train.py`", "path", script=["train.py"]),
 }
@@ -205,7 +245,9 @@ def test_launch_is_read_right(row, write, tmp_path, monkeypatch, capsys):
     for name, content in row.files.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+        path.write_text(
+            json.dumps({key: value for key, value in content.items() if value is not None})
+        )
     status = main([write(**row.file), *row.flags, *row.script])
     out = capsys.readouterr().out
     problems = re.findall(r"^problem \d+: (.*)\n +cure: (.*)$", out, re.MULTILINE)

@@ -9,7 +9,8 @@ import sys
 import pytest
 from check_kit import ROOT
 
-pytestmark = pytest.mark.nightly  # the example; the same rules for any script are in test_check_script.py
+# the example; the same rules for any script are in test_check_script.py
+pytestmark = pytest.mark.nightly
 
 find_spec = importlib.util.find_spec
 REWARD = "def short_answer(completions, **_):\n    return [0.0 for _ in completions]\n"
@@ -23,13 +24,31 @@ def start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *a: None if name == "math_verify" else find_spec(name, *a)
+        "importlib.util.find_spec",
+        lambda name, *a: None if name == "math_verify" else find_spec(name, *a),
     )
 
     def start(*words: str, reward: str = "think_format_reward") -> None:
-        fixed = ["--model_name_or_path", "no/such/model", "--dataset_name", "rows.jsonl", "--reward_funcs", reward]
+        fixed = [
+            "--model_name_or_path",
+            "no/such/model",
+            "--dataset_name",
+            "rows.jsonl",
+            "--reward_funcs",
+            reward,
+        ]
         script = str(ROOT / "examples" / "grpo.py")
-        argv = [script, *fixed, "--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path / "out"), *words]
+        argv = [
+            script,
+            *fixed,
+            "--use_cpu",
+            "true",
+            "--bf16",
+            "false",
+            "--output_dir",
+            str(tmp_path / "out"),
+            *words,
+        ]
         monkeypatch.setattr(sys, "argv", argv)
         runpy.run_path(script, run_name="__main__")
 
@@ -67,6 +86,14 @@ def test_reward_that_does_not_work_is_named(start, reward, message):
 
 
 def test_splits_and_columns_that_exist_reach_the_model(start):
-    words = ["--prompt_column", "question", "--eval_strategy", "steps", "--eval_steps", "1", "--dataset_test_split"]
+    words = [
+        "--prompt_column",
+        "question",
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        "1",
+        "--dataset_test_split",
+    ]
     with pytest.raises(OSError, match="no/such/model"):
         start(*words, "train", "--use_vllm", "false")

@@ -11,7 +11,11 @@ STEP = {"SLURM_NODEID": "1", "SLURM_LOCALID": "0", "SLURM_NNODES": "3", "SLURM_S
         "SLURM_STEP_NODELIST": "gpu-[007-008]", "SLURM_JOB_NODELIST": "gpu-[006-008]"}  # fmt: skip
 POD = {"PET_NODE_RANK": "3", "PET_MASTER_ADDR": "grpo-node-0-0.grpo", "PET_MASTER_PORT": "29400", "PET_NNODES": "4",
        "PET_NPROC_PER_NODE": "auto", "JOB_COMPLETION_INDEX": "3"}  # fmt: skip
-SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.9", "SKYPILOT_NUM_NODES": "2"}
+SKY = {
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.9",
+    "SKYPILOT_NUM_NODES": "2",
+}
 
 
 @pytest.fixture
@@ -19,7 +23,11 @@ def flags(monkeypatch, capsys):
     """Run the command with these variables only, and return its exit status, output and error."""
 
     def run(environment: dict[str, str]) -> tuple[int, str, str]:
-        for name in [name for name in os.environ if name.startswith(("SLURM_", "PET_", "SKYPILOT_", "JOB_COMPL"))]:
+        for name in [
+            name
+            for name in os.environ
+            if name.startswith(("SLURM_", "PET_", "SKYPILOT_", "JOB_COMPL"))
+        ]:
             monkeypatch.delenv(name)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)

@@ -52,8 +52,12 @@ def test_pods_meet_launch_and_end_with_the_code_of_the_run(tmp_path, monkeypatch
     assert main(["config", "2x1", "--cpu", "--out", "c.yaml"]) == 0
     capsys.readouterr()
     options = ["--image", "i", "--env", "A=1", "--timeout", "600", "--grace", "20"]
-    assert main(["render", "k8s", "c.yaml", "--script", "script.py $A-$PET_NODE_RANK", *options]) == 0
-    documents = {document["kind"]: document for document in yaml.safe_load_all(capsys.readouterr().out)}
+    assert (
+        main(["render", "k8s", "c.yaml", "--script", "script.py $A-$PET_NODE_RANK", *options]) == 0
+    )
+    documents = {
+        document["kind"]: document for document in yaml.safe_load_all(capsys.readouterr().out)
+    }
     port = free_port()
     text = documents["ConfigMap"]["data"]["accelerate.yaml"].replace("29500", str(port))
     Path("accelerate.yaml").write_text(text)
@@ -67,10 +71,18 @@ def test_pods_meet_launch_and_end_with_the_code_of_the_run(tmp_path, monkeypatch
                      "PYTHONPATH": os.environ["PYTHONPATH"]}  # fmt: skip
         with log.open("wb") as file:
             pods.append(
-                subprocess.Popen(command, env=fresh_environment() | variables, stdout=file, stderr=subprocess.STDOUT)
+                subprocess.Popen(
+                    command,
+                    env=fresh_environment() | variables,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
             )
     try:
-        until(lambda: all("rank " in log.read_text() for log in logs), lambda: str([log.read_text() for log in logs]))
+        until(
+            lambda: all("rank " in log.read_text() for log in logs),
+            lambda: str([log.read_text() for log in logs]),
+        )
         for pod in pods:
             pod.send_signal(signal.SIGTERM)
         assert [pod.wait(HANG_S) for pod in pods] == [143, 143], [log.read_text() for log in logs]
@@ -88,9 +100,16 @@ def test_two_ranks_run_the_module_with_the_scripts_words(tmp_path):
     config = tmp_path / "c.yaml"
     assert main(["config", "1x2", "--cpu", "--out", str(config)]) == 0
     words = ["--accelerate_config", str(config), "--main_process_port", "0", *NEEDED]
-    environment = os.environ | {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{tmp_path}", "PROBE": str(tmp_path)}
+    environment = os.environ | {
+        "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{tmp_path}",
+        "PROBE": str(tmp_path),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code, *words], env=environment, cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", code, *words],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert [json.loads((tmp_path / rank).read_text()) for rank in "01"] == [["2", *NEEDED]] * 2

@@ -10,7 +10,16 @@ from trl_multinode.tools import main
 
 pytestmark = pytest.mark.nightly  # a rarely changed kind; SLURM's script decides in every run
 
-OPTIONS = ["--image", "registry/grpo:1", "--volume", "runs:/runs", "--resource", "rdma/ib=8", "--restarts", "2"]
+OPTIONS = [
+    "--image",
+    "registry/grpo:1",
+    "--volume",
+    "runs:/runs",
+    "--resource",
+    "rdma/ib=8",
+    "--restarts",
+    "2",
+]
 
 
 @pytest.fixture
@@ -18,7 +27,9 @@ def render(tmp_path, monkeypatch, capsys):
     """Write the job of a layout, and return its three documents by their kind."""
     monkeypatch.chdir(tmp_path)
 
-    def run(layout: str, *options: str, script: str = "train.py --output_dir /runs/a") -> dict[str, Any]:
+    def run(
+        layout: str, *options: str, script: str = "train.py --output_dir /runs/a"
+    ) -> dict[str, Any]:
         assert main(["config", *layout.split(), "--out", "c.yaml"]) == 0
         capsys.readouterr()
         assert main(["render", "k8s", "c.yaml", "--script", script, *options]) == 0
@@ -47,20 +58,27 @@ MODELS = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_models_of_kubeflow_keep_every_key(render, kind, options):
     models = pytest.importorskip(
-        "kubeflow_trainer_api.models", reason="the round trip needs kubeflow-trainer-api (requirements/cpu.in)"
+        "kubeflow_trainer_api.models",
+        reason="the round trip needs kubeflow-trainer-api (requirements/cpu.in)",
     )
     model, document = getattr(models, MODELS[kind]), render("4x8", *options)[kind]
     assert model.from_dict(document).to_dict() == document
-    document["metadata"]["terminationGracePeriodSeconds"] = 30  # the comparison sees a key that has no such place
+    document["metadata"]["terminationGracePeriodSeconds"] = (
+        30  # the comparison sees a key that has no such place
+    )
     assert model.from_dict(document).to_dict() != document
 
 
 def test_the_three_documents_belong_together(render):
     documents = render("4x8 --engine_gpus 2", *OPTIONS)
-    job, runtime, config = (documents[kind] for kind in ("TrainJob", "TrainingRuntime", "ConfigMap"))
+    job, runtime, config = (
+        documents[kind] for kind in ("TrainJob", "TrainingRuntime", "ConfigMap")
+    )
     assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"]
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    assert yaml.safe_load(config["data"]["accelerate.yaml"]) == yaml.safe_load(Path("c.yaml").read_text())
+    assert yaml.safe_load(config["data"]["accelerate.yaml"]) == yaml.safe_load(
+        Path("c.yaml").read_text()
+    )
     trainer = job["spec"]["trainer"]
     assert trainer["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == 4
     assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": "8", "rdma/ib": "8"}}

@@ -19,7 +19,13 @@ from trl_multinode.tools.text import environment
 
 quiet_machine = check_kit.quiet_machine
 FILE = str(CONFIGS / "4node.yaml")
-NEEDED = {"slurm": [], "k8s": ["--image", "i"], "ssh": [], "skypilot": ["--gpu", "H100"], "docker": []}
+NEEDED = {
+    "slurm": [],
+    "k8s": ["--image", "i"],
+    "ssh": [],
+    "skypilot": ["--gpu", "H100"],
+    "docker": [],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -56,11 +62,22 @@ def test_the_launch_is_shell_text_that_bash_divides_as_meant():
     Path("my file.yaml").write_text(Path(FILE).read_text())
     job = read_job("my file.yaml", """train.py --output_dir $OUT/run --name 'a b'""", gpus=7)
     shell = f"trl-multinode() {{ printf '%s\\n' \"$@\"; }}; flags='--machine_rank 1 --main_process_ip a'; {job.launch}"
-    done = subprocess.run(["bash", "-c", shell], env={"OUT": "/runs"}, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", shell], env={"OUT": "/runs"}, capture_output=True, text=True
+    )
     words = done.stdout.splitlines()
     check, launch = words[: words.index("--")], words[words.index("--") + 1 :]
     flags = ["--machine_rank", "1", "--main_process_ip", "a"]
-    assert check == ["check", "my file.yaml", "--wait", "--timeout", "600", "--gpus_per_node", "7", *flags]
+    assert check == [
+        "check",
+        "my file.yaml",
+        "--wait",
+        "--timeout",
+        "600",
+        "--gpus_per_node",
+        "7",
+        *flags,
+    ]
     script = ["train.py", "--output_dir", "/runs/run", "--name", "a b"]
     assert launch == ["accelerate", "launch", "--config_file", "my file.yaml", *flags, *script]
 
@@ -70,7 +87,9 @@ def test_the_launch_is_shell_text_that_bash_divides_as_meant():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_steps_name_the_file_and_a_check_that_passes(kind, capsys):
-    Path("train.py").write_text("from trl_multinode import GRPOConfig, TrlParser\nTrlParser(GRPOConfig)\n")
+    Path("train.py").write_text(
+        "from trl_multinode import GRPOConfig, TrlParser\nTrlParser(GRPOConfig)\n"
+    )
     command = ["render", kind, "4node.yaml", "--script", "train.py", "--out", "job", *NEEDED[kind]]
     assert main(command) == 0
     out, error = capsys.readouterr()

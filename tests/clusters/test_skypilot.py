@@ -44,7 +44,16 @@ def test_the_task_has_the_nodes_their_gpus_and_the_launch(render):
     assert task["file_mounts"] == {"/runs": {"source": "s3://runs", "mode": "MOUNT_CACHED"}}
     check, launch = launch_of(task["run"])
     assert check[:4] == ["trl-multinode", "check", "c.yaml", "--wait"] and check[-1] == "$flags"
-    assert launch == ["accelerate", "launch", "--config_file", "c.yaml", "$flags", "train.py", "--output_dir", "$OUT"]
+    assert launch == [
+        "accelerate",
+        "launch",
+        "--config_file",
+        "c.yaml",
+        "$flags",
+        "train.py",
+        "--output_dir",
+        "$OUT",
+    ]
     assert "flags=$(trl-multinode flags)\n" in task["run"] and "export OUT=/runs/a\n" in task["run"]
     assert "trl-multinode[gpu]" in task["setup"] and "bin/activate" in task["run"]
 
@@ -57,8 +66,11 @@ def test_a_setup_of_the_users_own_follows_the_activation(render):
 def test_a_local_package_is_in_the_image_before_pip_looks_for_it(render):
     lines = render("docker", "--package", "./[gpu]").splitlines()
     assert lines.index("COPY . .") < lines.index("RUN pip install --no-cache-dir './[gpu]'")
-    lines = render("docker").splitlines()  # the layer of one from an index stays when the folder changes
-    assert lines.index("COPY . .") > lines.index("RUN pip install --no-cache-dir 'trl-multinode[gpu]'")
+    # the layer of one from an index stays when the folder changes
+    lines = render("docker").splitlines()
+    assert lines.index("COPY . .") > lines.index(
+        "RUN pip install --no-cache-dir 'trl-multinode[gpu]'"
+    )
 
 
 def test_an_image_takes_the_place_of_the_installation(render):
@@ -75,11 +87,15 @@ def test_a_kind_of_gpu_is_needed(render):
 def test_the_image_starts_a_node_by_itself(render):
     text = render("docker", "--env", 'A=b "c" $d', "--setup", "echo hello", "--base", "debian:13")
     lines = text.splitlines()
-    assert "FROM debian:13" in lines and "RUN pip install --no-cache-dir 'trl-multinode[gpu]'" in lines
+    assert (
+        "FROM debian:13" in lines and "RUN pip install --no-cache-dir 'trl-multinode[gpu]'" in lines
+    )
     assert "COPY . ." in lines and r'ENV A="b \"c\" \$d"' in lines
     assert 'ENV TORCH_ELASTIC_SHUTDOWN_TIMEOUT="605"' in lines
     bash, option, shell = json.loads(lines[-1].removeprefix("CMD "))
-    assert (bash, option) == ("bash", "-c") and shell.startswith("set -eo pipefail\necho hello\nflags=$(trl-multinode")
+    assert (bash, option) == ("bash", "-c") and shell.startswith(
+        "set -eo pipefail\necho hello\nflags=$(trl-multinode"
+    )
     assert launch_of(shell)[1][:4] == ["accelerate", "launch", "--config_file", "c.yaml"]
 
 
@@ -87,7 +103,10 @@ def test_the_image_of_one_node_needs_no_scheduler(render, capsys):
     assert main(["config", "1x8"]) == 0 and capsys.readouterr()
     assert main(["render", "docker", "1node.yaml", "--script", "train.py"]) == 0
     (_, _, shell) = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("CMD "))
-    assert "trl-multinode flags" not in shell and "\nflags=\nexec trl-multinode check 1node.yaml" in shell
+    assert (
+        "trl-multinode flags" not in shell
+        and "\nflags=\nexec trl-multinode check 1node.yaml" in shell
+    )
 
 
 def test_a_config_file_outside_of_the_image_is_refused(capsys):

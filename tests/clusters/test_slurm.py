@@ -39,14 +39,28 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(folder):
-    with SlurmCluster(2, folder=folder, gpus_per_node=GPUS, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}) as cluster:
+    with SlurmCluster(
+        2, folder=folder, gpus_per_node=GPUS, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}
+    ) as cluster:
         yield cluster
 
 
 def render(folder: Path, name: str, script: str, *more: str) -> str:
     """Write a job file and return its name."""
     flags = ["--script", script, "--name", name, "--gpus_per_node", str(GPUS), *more]
-    assert main(["render", "slurm", f"{folder}/accelerate.yaml", *flags, "--out", f"{folder}/{name}.sbatch"]) == 0
+    assert (
+        main(
+            [
+                "render",
+                "slurm",
+                f"{folder}/accelerate.yaml",
+                *flags,
+                "--out",
+                f"{folder}/{name}.sbatch",
+            ]
+        )
+        == 0
+    )
     return f"{name}.sbatch"
 
 
@@ -56,7 +70,9 @@ def stand_in(folder: Path, what: str) -> str:
 
 
 def log_of(folder: Path, name: str, job: str, node: int | None = None) -> str:
-    return text_of(folder / (f"{name}-{job}.log" if node is None else f"{name}-{job}-node{node}.log"))
+    return text_of(
+        folder / (f"{name}-{job}.log" if node is None else f"{name}-{job}-node{node}.log")
+    )
 
 
 def text_of(path: Path) -> str:
@@ -74,7 +90,11 @@ def check_nothing_is_left(cluster: SlurmCluster) -> None:
 def test_a_failed_run_ends_all_nodes_with_its_code_and_is_not_queued_again(cluster, folder):
     job = cluster.submit(stand_in(folder, "fail"))
     fields = cluster.wait_for(job, "FAILED", HANG_S)
-    assert (fields["ExitCode"], fields["Restarts"]) == ("143:0", "0")  # srun's SIGTERM ends the other node
+    # srun's SIGTERM ends the other node
+    assert (fields["ExitCode"], fields["Restarts"]) == (
+        "143:0",
+        "0",
+    )
     assert all(f"node {node} fails" in log_of(folder, "fail", job, node) for node in range(2))
     assert "task 1: Exited with exit code 6" in log_of(folder, "fail", job)
     assert "back into the queue" not in log_of(folder, "fail", job)
@@ -101,13 +121,20 @@ def cancelled(cluster, folder):
     cluster.run("scancel", job)
     check_nothing_is_left(cluster)
     fields = cluster.wait_for(job, "CANCELLED", HANG_S)
-    return {"restarts": restarts, "fields": fields, "log": log_of(folder, "wait", job), "nodes": logs[-1]}
+    return {
+        "restarts": restarts,
+        "fields": fields,
+        "log": log_of(folder, "wait", job),
+        "nodes": logs[-1],
+    }
 
 
 def test_a_job_that_slurm_puts_back_itself_can_save_and_starts_once_more(cancelled):
     """SLURM signals the tasks, and `srun`, which signals them again: two SIGTERM, and no SIGKILL before `saved`."""
     assert cancelled["restarts"] == "1"
-    assert all(log.count("saves") in (1, 2) and log.count("saved") == 1 for log in cancelled["nodes"])
+    assert all(
+        log.count("saves") in (1, 2) and log.count("saved") == 1 for log in cancelled["nodes"]
+    )
 
 
 def test_scancel_leaves_time_for_a_checkpoint_and_is_the_end_of_the_job(folder, cancelled):
@@ -121,7 +148,11 @@ def training(cluster, folder):
     """A job that is pre-empted in step 3, comes near its time limit in step 5, and ends with step 6."""
 
     def released(step: int, signal: str) -> None:
-        until_logged(cluster, lambda: log_of(folder, "train", job, 0), f"received {signal}. A checkpoint follows")
+        until_logged(
+            cluster,
+            lambda: log_of(folder, "train", job, 0),
+            f"received {signal}. A checkpoint follows",
+        )
         (folder / f"go-{step}").touch()
 
     def restarted(count: int) -> None:
@@ -130,13 +161,17 @@ def training(cluster, folder):
     script = f"{SCRIPTS}/train.py {folder}"
     job = cluster.submit("--time", "30", render(folder, "train", script, "--grace", "90"))
     until_logged(cluster, lambda: text_of(folder / "broken-rank0.jsonl"), '"done": 2')
-    urgent = cluster.submit("--partition", "urgent", "--nodes", "2", "--exclusive", "--wrap", "sleep 1")
+    urgent = cluster.submit(
+        "--partition", "urgent", "--nodes", "2", "--exclusive", "--wrap", "sleep 1"
+    )
     released(2, "SIGTERM")
     cluster.wait_for(urgent, "COMPLETED", HANG_S)
     restarted(1)
     until_logged(cluster, lambda: text_of(folder / "broken-rank0.jsonl"), '"done": 4')
     # The signal comes 120 s before the limit. SLURM looks every 30 s, so the run has 30 s at least
-    minutes = int(cluster.run("squeue", "--noheader", "--jobs", job, "--format", "%M").split(":")[-2])
+    minutes = int(
+        cluster.run("squeue", "--noheader", "--jobs", job, "--format", "%M").split(":")[-2]
+    )
     cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
     released(4, "SIGUSR1")
     cluster.wait_for(job, "PENDING", HANG_S)

@@ -43,12 +43,25 @@ def run(tmp_path, monkeypatch, capsys):
         (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
 
-    def run_script(*flags: str, script: str = "train.py", **env: str) -> tuple[subprocess.CompletedProcess, str]:
+    def run_script(
+        *flags: str, script: str = "train.py", **env: str
+    ) -> tuple[subprocess.CompletedProcess, str]:
         assert main(["render", "slurm", FILE, "--script", script, *flags]) == 0
         Path("job.sbatch").write_text(capsys.readouterr().out)
-        environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-        environment |= {"SLURM_CPUS_ON_NODE": "96", "STATE": "RUNNING", "TIME": "None", "END": "", "WARN": ""} | env
-        done = subprocess.run(["bash", "job.sbatch"], env=environment, capture_output=True, text=True)
+        environment = os.environ | {
+            "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+        }
+        environment |= {
+            "SLURM_CPUS_ON_NODE": "96",
+            "STATE": "RUNNING",
+            "TIME": "None",
+            "END": "",
+            "WARN": "",
+        } | env
+        done = subprocess.run(
+            ["bash", "job.sbatch"], env=environment, capture_output=True, text=True
+        )
         return done, Path("calls").read_text() if Path("calls").exists() else ""
 
     return run_script
@@ -56,16 +69,42 @@ def run(tmp_path, monkeypatch, capsys):
 
 def test_every_node_meets_the_others_and_starts_its_share(run):
     script = """train.py --system "it's $5" --max_steps 9"""
-    done, calls = run("--sbatch=--partition=h100", "--srun=--container-image=a.sqsh", "--grace", "90", script=script)
+    done, calls = run(
+        "--sbatch=--partition=h100",
+        "--srun=--container-image=a.sqsh",
+        "--grace",
+        "90",
+        script=script,
+    )
     lines = done.stdout.splitlines()
     for node in range(2):
         flags = f"--machine_rank {node} --main_process_ip node7"
         assert lines[2 * node] == f"check {FILE} --wait --timeout 600 {flags}", done.stderr
-        words = ["launch", "--config_file", FILE, *flags.split(), "train.py", "--system", "it's ", "--max_steps", "9"]
+        words = [
+            "launch",
+            "--config_file",
+            FILE,
+            *flags.split(),
+            "train.py",
+            "--system",
+            "it's ",
+            "--max_steps",
+            "9",
+        ]
         assert lines[2 * node + 1] == "".join(f"<{word}>" for word in words) + " limit=95"
-    assert "--kill-on-bad-exit=1 --cpus-per-task=96 " in calls and "--container-image=a.sqsh bash -c" in calls
+    assert (
+        "--kill-on-bad-exit=1 --cpus-per-task=96 " in calls
+        and "--container-image=a.sqsh bash -c" in calls
+    )
     head = Path("job.sbatch").read_text().partition("set -uo")[0].splitlines()
-    wanted = {"nodes=2", "gpus-per-node=8", "exclusive", "requeue", "open-mode=append", "signal=B:USR1@120"}
+    wanted = {
+        "nodes=2",
+        "gpus-per-node=8",
+        "exclusive",
+        "requeue",
+        "open-mode=append",
+        "signal=B:USR1@120",
+    }
     assert {f"#SBATCH --{flag}" for flag in wanted | {"partition=h100"}} - set(head) == set()
     assert done.returncode == 0 and "requeue" not in calls
 
@@ -74,28 +113,44 @@ def test_every_node_meets_the_others_and_starts_its_share(run):
     ("code", "environment", "reason"),
     [
         ("143", {"TIME": "2030-01-01T00:00:00"}, "pre-empted"),
-        ("6", {"TIME": "2030-01-01T00:00:00"}, "pre-empted"),  # a process that the signal has killed
+        # a process that the signal has killed
+        (
+            "6",
+            {"TIME": "2030-01-01T00:00:00"},
+            "pre-empted",
+        ),
         ("143", {"WARN": "1"}, "time limit"),
         ("6", {"WARN": "1"}, None),  # an error of its own
         ("143", {}, None),  # a signal by hand
         ("143", {"STATE": "CANCELLED", "TIME": "2030-01-01T00:00:00"}, None),
-        ("143", {"STATE": "PENDING", "TIME": "2030-01-01T00:00:00"}, None),  # SLURM has put it back itself
+        # SLURM has put it back itself
+        (
+            "143",
+            {"STATE": "PENDING", "TIME": "2030-01-01T00:00:00"},
+            None,
+        ),
         ("0", {"WARN": "1"}, None),  # it has ended in time
         ("0", {"TIME": "2030-01-01T00:00:00"}, None),
     ],
 )
-def test_the_job_goes_back_into_the_queue_only_if_slurm_has_stopped_it(run, code, environment, reason):
+def test_the_job_goes_back_into_the_queue_only_if_slurm_has_stopped_it(
+    run, code, environment, reason
+):
     done, calls = run(CODE=code, **environment)
     assert done.returncode == int(code), done.stderr
     assert ("scontrol requeue 7" in calls) == (reason is not None)
     assert reason is None or (reason in done.stdout and f"code {code}" in done.stdout)
 
 
-@pytest.mark.parametrize(("end", "refused"), [("1 minute", True), ("2 hours", False), ("N/A", False), ("", False)])
+@pytest.mark.parametrize(
+    ("end", "refused"), [("1 minute", True), ("2 hours", False), ("N/A", False), ("", False)]
+)
 def test_a_time_limit_below_the_warning_is_refused_at_the_start(run, end, refused):
     done, calls = run(END=end)
     assert (done.returncode, "srun" in calls) == ((2, False) if refused else (0, True)), done.stderr
-    assert ("630 s" in done.stderr and "--signal" in done.stderr and "--time" in done.stderr) == refused
+    assert (
+        "630 s" in done.stderr and "--signal" in done.stderr and "--time" in done.stderr
+    ) == refused
 
 
 def test_a_node_without_gpus_asks_for_none(capsys):

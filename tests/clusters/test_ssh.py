@@ -64,7 +64,12 @@ class Hosts:
         with open(self.folder / "output.log", "wb") as log:
             command = [*self.network.enter(0, self.private), "bash", str(script), *hosts]
             return subprocess.Popen(
-                command, cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT, process_group=0
+                command,
+                cwd=self.folder,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
             )
 
     def output(self) -> str:
@@ -75,21 +80,31 @@ class Hosts:
 def hosts() -> Iterator[Hosts]:
     folder = Path(tempfile.mkdtemp(prefix="ssh-"))
     (folder / "private").mkdir()
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True
+    )
     (folder / "sshd.conf").write_text(CONFIG.format(folder=folder))
     Path("/run/sshd").mkdir(exist_ok=True)  # sshd refuses to start without it
     network, daemons = Namespaces(f"ssh{secrets.token_hex(3)}", 2), []
     try:
         for node in range(2):
             assert SSHD is not None
-            words = [*network.enter(node, folder / "private"), SSHD, "-D", "-e", "-f", str(folder / "sshd.conf")]
+            words = [
+                *network.enter(node, folder / "private"),
+                SSHD,
+                "-D",
+                "-e",
+                "-f",
+                str(folder / "sshd.conf"),
+            ]
             with open(folder / f"sshd{node}.log", "wb") as log:
                 daemons.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT))
         logs = [folder / f"sshd{node}.log" for node in range(2)]
         until(lambda: all("listening" in log.read_text() for log in logs), logs[0].read_text)
         yield Hosts(network, folder, folder / "private")
     finally:
-        for pid in filter(str.isdigit, os.listdir("/proc")):  # what a failed test has left, and sshd
+        # what a failed test has left, and sshd
+        for pid in filter(str.isdigit, os.listdir("/proc")):
             if any(network.holds(node, int(pid)) for node in range(2)):
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
@@ -107,10 +122,28 @@ def script(hosts, monkeypatch, capsys) -> Path:
     assert main(["config", "2x1", "--cpu", "--out", "c.yaml"]) == 0
     variables = {"GLOO_SOCKET_IFNAME": "eth0", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": 1,
                  "TRL_MULTINODE_ENGINE_MODULE": FAKE, "TMPDIR": hosts.private, "HF_HUB_OFFLINE": 1}  # fmt: skip
-    variables |= {name: os.environ[name] for name in ("PYTHONPATH", "TORCH_EXTENSIONS_DIR") if name in os.environ}
+    variables |= {
+        name: os.environ[name]
+        for name in ("PYTHONPATH", "TORCH_EXTENSIONS_DIR")
+        if name in os.environ
+    }
     options = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
-    options += ["--setup", f"export PATH={Path(sys.executable).parent}:$PATH", "--grace", "60", "--out", "run.sh"]
-    arguments = ["--script", f"'{SCRIPT}' $PWD/run", "--hosts", "10.77.0.1,10.77.0.2", "--timeout", "60"]
+    options += [
+        "--setup",
+        f"export PATH={Path(sys.executable).parent}:$PATH",
+        "--grace",
+        "60",
+        "--out",
+        "run.sh",
+    ]
+    arguments = [
+        "--script",
+        f"'{SCRIPT}' $PWD/run",
+        "--hosts",
+        "10.77.0.1,10.77.0.2",
+        "--timeout",
+        "60",
+    ]
     assert main(["render", "ssh", "c.yaml", *arguments, *options]) == 0
     assert "bash run.sh" in capsys.readouterr().err
     return hosts.folder / "run.sh"
@@ -127,7 +160,10 @@ def test_ctrl_c_saves_a_checkpoint_on_both_hosts_and_the_code_comes_back(hosts, 
         assert "2 of 2 nodes here" in log and f"rank {node} of 2" in log
         assert f"node {node} (10.77.0.{node + 1}) ended with code 143" in hosts.output()
     assert "rank 0 of 2" in hosts.output() and "rank 1 of 2" not in hosts.output()
-    endings = [json.loads(path.read_text()) for path in (hosts.folder / "run" / "_multinode").glob("ending-*.json")]
+    endings = [
+        json.loads(path.read_text())
+        for path in (hosts.folder / "run" / "_multinode").glob("ending-*.json")
+    ]
     assert [ending["code"] for ending in endings] == [143, 143]
     assert all(Path(ending["checkpoint"]).is_dir() for ending in endings)
 
@@ -145,7 +181,11 @@ while :; do sleep 0.1; done
 @pytest.fixture
 def quick_script(script, hosts) -> Path:
     """The same script with a stand-in for the roll-call and the launch."""
-    for path in (*hosts.folder.glob("ended*"), *hosts.folder.glob("started*"), *hosts.folder.glob("fails*")):
+    for path in (
+        *hosts.folder.glob("ended*"),
+        *hosts.folder.glob("started*"),
+        *hosts.folder.glob("fails*"),
+    ):
         path.unlink()
     (hosts.folder / "bin").mkdir(exist_ok=True)
     (hosts.folder / "bin" / "trl-multinode").write_text(STAND_IN)

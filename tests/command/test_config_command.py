@@ -58,7 +58,9 @@ def test_a_shipped_file_is_the_output_byte_for_byte(name, typed):
     out = f"accelerate_configs/{name}.yaml"
     assert config(typed, "--out", out) == 0
     assert Path(out).read_bytes() == (ROOT / out).read_bytes()
-    assert config(typed) == 0 and Path(f"{name}.yaml").exists(), "without --out it has the name of the shipped file"
+    assert config(typed) == 0 and Path(f"{name}.yaml").exists(), (
+        "without --out it has the name of the shipped file"
+    )
 
 
 @pytest.mark.parametrize("typed", [*SHIPPED.values(), *OTHERS])
@@ -82,7 +84,11 @@ def test_the_printed_render_line_reads_the_file(typed, capsys):
 def test_flags_become_keys():
     config("3x4 --engine_gpus 2 --zero 2 --out c.yaml")
     file = yaml.safe_load(Path("c.yaml").read_text())
-    assert (file["num_machines"], file["num_processes"], file["deepspeed_config"]["zero_stage"]) == (3, 6, 2)
+    assert (
+        file["num_machines"],
+        file["num_processes"],
+        file["deepspeed_config"]["zero_stage"],
+    ) == (3, 6, 2)
     assert file["deepspeed_config"]["zero3_init_flag"] is False
 
 
@@ -124,11 +130,15 @@ main(["config", "4x8"]); main(["--help"]); main(["--version"])
 print([name for name in ("torch", "trl", "transformers", "accelerate", "yaml", "rich") if name in sys.modules])
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-@pytest.mark.parametrize(("typed", "hint"), [("confg", "config"), ("train", "config, check, clean, doctor")])
+@pytest.mark.parametrize(
+    ("typed", "hint"), [("confg", "config"), ("train", "config, check, clean, doctor")]
+)
 def test_an_unknown_command_is_an_error_with_a_hint(typed, hint, capsys):
     assert main([typed]) == 2
     assert hint in capsys.readouterr().err

@@ -34,7 +34,9 @@ def launched(monkeypatch):
 
 def test_each_word_goes_to_its_parser(launched):
     flags = ["--accelerate_config", "4node", "--machine-rank", "0", "--main_process_ip=node0"]
-    args, words, _ = launched("--seed", "0", *flags, *NEEDED, "--bf16", "true", "--num_processes", "24")
+    args, words, _ = launched(
+        "--seed", "0", *flags, *NEEDED, "--bf16", "true", "--num_processes", "24"
+    )
     assert Path(args.config_file).samefile(CONFIGS / "4node.yaml")
     assert (args.machine_rank, args.main_process_ip, args.num_processes) == (0, "node0", 24)
     assert words == ["--seed", "0", *NEEDED, "--bf16", "true"]
@@ -43,18 +45,32 @@ def test_each_word_goes_to_its_parser(launched):
 
 def test_a_name_of_both_is_the_scripts(launched):
     args, words, _ = launched(*NEEDED, "--gradient_accumulation_steps", "4")
-    assert words[-2:] == ["--gradient_accumulation_steps", "4"] and args.gradient_accumulation_steps is None
+    assert (
+        words[-2:] == ["--gradient_accumulation_steps", "4"]
+        and args.gradient_accumulation_steps is None
+    )
 
 
 @pytest.mark.nightly
 def test_a_config_may_hold_arguments_of_both(launched, tmp_path):
-    mine = {"learning_rate": 1e-5, "env": {"A": "1"}, "dataset_name": "d", "reward_funcs": ["think_format_reward"]}
+    mine = {
+        "learning_rate": 1e-5,
+        "env": {"A": "1"},
+        "dataset_name": "d",
+        "reward_funcs": ["think_format_reward"],
+    }
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump({**mine, "accelerate_config": str(CONFIGS / "1node.yaml"), "num_processes": 6}))
+    path.write_text(
+        yaml.safe_dump(
+            {**mine, "accelerate_config": str(CONFIGS / "1node.yaml"), "num_processes": 6}
+        )
+    )
     args, words, config = launched("--config", str(path), "--max_steps", "3")
     assert (args.num_processes, args.config_file) == (6, str(CONFIGS / "1node.yaml"))
     assert words[:-1] == ["--max_steps", "3", "--config"] and config == mine
-    assert not Path(words[-1]).exists(), "the copy without accelerate's keys is deleted after the launch"
+    assert not Path(words[-1]).exists(), (
+        "the copy without accelerate's keys is deleted after the launch"
+    )
 
 
 @pytest.mark.nightly
@@ -76,7 +92,9 @@ def test_a_mistake_is_an_error_before_a_process_starts(words, message, capsys, l
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("text", "message"), [("a: b: c", "no valid YAML"), ("- 1", "holds no keys")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("a: b: c", "no valid YAML"), ("- 1", "holds no keys")]
+)
 def test_a_config_that_cannot_be_read_is_an_error_in_one_line(text, message, tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(SystemExit):

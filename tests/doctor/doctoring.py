@@ -64,7 +64,13 @@ def model_in(folder: Path, megabytes: int = 1) -> Path:
 def config_in(folder: Path, **changes) -> str:
     """One node without a GPU, which has no problem."""
     path = folder / "config.yaml"
-    zero = {"deepspeed_multinode_launcher": "standard", "zero_stage": 3, "zero3_save_16bit_model": True}
+    zero = {
+        "deepspeed_multinode_launcher": "standard",
+        "zero_stage": 3,
+        "zero3_save_16bit_model": True,
+    }
     keys = {"num_machines": 1, "num_processes": 1, "distributed_type": "DEEPSPEED", "use_cpu": True}
-    path.write_text(yaml.safe_dump(keys | {"mixed_precision": "no", "deepspeed_config": zero} | changes))
+    path.write_text(
+        yaml.safe_dump(keys | {"mixed_precision": "no", "deepspeed_config": zero} | changes)
+    )
     return str(path)

@@ -41,7 +41,9 @@ def hosts():
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch):
     for name in [
-        name for name in os.environ if name.startswith(("PET_", "SLURM_", "TRL_MULTINODE_", "GLOO_", "NCCL_"))
+        name
+        for name in os.environ
+        if name.startswith(("PET_", "SLURM_", "TRL_MULTINODE_", "GLOO_", "NCCL_"))
     ]:
         monkeypatch.delenv(name)
 
@@ -56,7 +58,9 @@ def config_of(folder: Path, hosts: Namespaces, nodes: int) -> str:
     )
 
 
-def run_doctors(folder: Path, hosts: Namespaces, nodes: int, *flags: str, env_of=lambda rank: {}) -> list[Rank]:
+def run_doctors(
+    folder: Path, hosts: Namespaces, nodes: int, *flags: str, env_of=lambda rank: {}
+) -> list[Rank]:
     """Run one doctor per node until all have ended; `result` is the exit status, `text` all output."""
     config = config_of(folder, hosts, nodes)
     (temporary := folder / "tmp").mkdir()
@@ -64,8 +68,19 @@ def run_doctors(folder: Path, hosts: Namespaces, nodes: int, *flags: str, env_of
     def node(rank: int) -> int:
         enter_node(hosts.namespace(rank), hosts.mounts(rank, temporary))
         os.environ.update(env_of(rank))
-        words = [config, "--level", "cluster", "--timeout", "600", *flags, "--machine_rank", str(rank)]
-        with redirect_stdout(sys.stdout if "--json" not in flags else open(folder / f"document{rank}", "w")):
+        words = [
+            config,
+            "--level",
+            "cluster",
+            "--timeout",
+            "600",
+            *flags,
+            "--machine_rank",
+            str(rank),
+        ]
+        with redirect_stdout(
+            sys.stdout if "--json" not in flags else open(folder / f"document{rank}", "w")
+        ):
             return main(words)
 
     with forked(node, nodes, folder) as ranks:
@@ -88,28 +103,39 @@ def test_three_nodes_stand_side_by_side_and_the_one_with_slow_links_is_named(tmp
     """
     hosts.limit_link(SLOW, SLOW_MBIT_PER_S)
     try:
-        ranks = run_doctors(tmp_path, hosts, NODES, env_of=lambda rank: INTERFACE if rank == 0 else {})
+        ranks = run_doctors(
+            tmp_path, hosts, NODES, env_of=lambda rank: INTERFACE if rank == 0 else {}
+        )
     finally:
         hosts.limit_links(None)
     assert [rank.result for rank in ranks] == [1, 1, 1]
     text = ranks[0].text
     error, host_name = lines(ranks[0], "error")
     assert "nodes 1-2" in host_name and "loopback" in host_name
-    assert re.search(r"links of node 1 \(.*, eth0\)", error) and "0 -> 1: " in error and "1 -> 2: " in error
+    assert (
+        re.search(r"links of node 1 \(.*, eth0\)", error)
+        and "0 -> 1: " in error
+        and "1 -> 2: " in error
+    )
     speeds = [float(value) for value in re.findall(r"-> \d: ([.\d]+) Mbit/s", error)]
     assert len(speeds) == 2 and max(speeds) < 2 * SLOW_MBIT_PER_S, error
     (warning,) = [line for line in lines(ranks[0], "warning") if "variables" in line]
     assert re.search(r"nodes 1 \(.*\), 2 \(.*\), GLOO_SOCKET_IFNAME=eth0 on node 0 \(", warning)
     assert "3 nodes over gloo" in text
     assert re.search(r"NIC .* eth0 10\.77\.0\.1 .* eth0 10\.77\.0\.2 .* eth0 10\.77\.0\.3", text)
-    bars = [line.count("#") + line.count("█") for line in text.splitlines() if re.search(r"\d \(.*\) -> \d \(", line)]
+    bars = [
+        line.count("#") + line.count("█")
+        for line in text.splitlines()
+        if re.search(r"\d \(.*\) -> \d \(", line)
+    ]
     assert len(bars) == 3 and bars[2] == 30 and max(bars[:2]) <= 6
     assert "node 0" in ranks[1].text
     assert error in lines(ranks[1], "error")  # every node ends for a reason that it prints
 
 
 def test_two_equal_nodes_are_ready_and_every_node_has_the_same_document(tmp_path, hosts):
-    hosts.limit_links(SLOW_MBIT_PER_S)  # both directions are equally slow, however busy the cores are
+    # both directions are equally slow, however busy the cores are
+    hosts.limit_links(SLOW_MBIT_PER_S)
     try:
         ranks = run_doctors(tmp_path, hosts, 2, "--json", env_of=lambda rank: INTERFACE)
     finally:
@@ -117,26 +143,42 @@ def test_two_equal_nodes_are_ready_and_every_node_has_the_same_document(tmp_path
     assert [rank.result for rank in ranks] == [0, 0]
     first, second = (json.loads((tmp_path / f"document{rank}").read_text()) for rank in (0, 1))
     assert "2 of 2 nodes" in ranks[0].text
-    assert first == second and first["ok"] and first["backend"] == "gloo" and first["findings"] == []
+    assert (
+        first == second and first["ok"] and first["backend"] == "gloo" and first["findings"] == []
+    )
     assert [node["address"] for node in first["nodes"]] == [hosts.address(0), hosts.address(1)]
     assert [(link["sender"], link["receiver"]) for link in first["links"]] == [(1, 0), (0, 1)]
-    assert all(0 < link["gbit_per_s"] < 2e-3 * SLOW_MBIT_PER_S for link in first["links"]), first["links"]
+    assert all(0 < link["gbit_per_s"] < 2e-3 * SLOW_MBIT_PER_S for link in first["links"]), first[
+        "links"
+    ]
 
 
 def test_a_neighbour_that_cannot_be_reached_is_named_before_the_ring(tmp_path, hosts):
     """All nodes reach node 0, and node 1 does not reach node 2."""
-    route = ["ip", "-n", hosts.namespace(1), "route", "add", "unreachable", f"{hosts.address(2)}/32"]
+    route = [
+        "ip",
+        "-n",
+        hosts.namespace(1),
+        "route",
+        "add",
+        "unreachable",
+        f"{hosts.address(2)}/32",
+    ]
     subprocess.run(route, check=True)
     try:
         ranks = run_doctors(tmp_path, hosts, NODES, env_of=lambda rank: INTERFACE)
     finally:
         subprocess.run([*route[:4], "delete", *route[5:]], check=True)
     (error,) = lines(ranks[0], "error")
-    assert re.search(r"node 1 \(.*\) .*node 2 \(.*\) .*10\.77\.0\.3:\d+ \(No route to host\)", error)
+    assert re.search(
+        r"node 1 \(.*\) .*node 2 \(.*\) .*10\.77\.0\.3:\d+ \(No route to host\)", error
+    )
     assert "ring of" not in ranks[0].text and [rank.result for rank in ranks] == [1, 1, 1]
 
 
-def test_a_node_that_does_not_come_is_named_with_the_report_of_this_one(tmp_path, hosts, monkeypatch):
+def test_a_node_that_does_not_come_is_named_with_the_report_of_this_one(
+    tmp_path, hosts, monkeypatch
+):
     monkeypatch.setattr(cluster, "place_of", lambda *words: replace(place_of(*words), linger_s=0.2))
     config = config_of(tmp_path, hosts, 2)
     (temporary := tmp_path / "tmp").mkdir()

@@ -40,7 +40,11 @@ def tool(tmp_path, monkeypatch):
 def test_free_gpus_are_counted_and_described(tool):
     tool([4] * 8)
     facts, findings = results(examine_gpus, case())
-    assert facts == {"GPUs": "8 x NVIDIA H100 80GB HBM3 (79.6 GiB)", "driver": "550.54.15", "free GPUs": "8 of 8"}
+    assert facts == {
+        "GPUs": "8 x NVIDIA H100 80GB HBM3 (79.6 GiB)",
+        "driver": "550.54.15",
+        "free GPUs": "8 of 8",
+    }
     assert findings == [] and count_gpus(case()) == 8
 
 
@@ -72,7 +76,9 @@ def test_a_node_with_fewer_gpus_than_ranks_gets_the_number_that_fits(tool):
     assert "`num_processes` to 6" in finding.cure
 
 
-@pytest.mark.parametrize(("listed", "seen"), [("3,GPU-5aaa", 2), ("9,0,1", 0), ("", 0), ("0,x,1", 1), ("MIG-7,0", 2)])
+@pytest.mark.parametrize(
+    ("listed", "seen"), [("3,GPU-5aaa", 2), ("9,0,1", 0), ("", 0), ("0,x,1", 1), ("MIG-7,0", 2)]
+)
 def test_visible_gpus_are_those_that_cuda_shows(tool, listed, seen):
     """CUDA ignores the first index that does not exist, and all after it."""
     tool([4] * 8)
@@ -80,9 +86,15 @@ def test_visible_gpus_are_those_that_cuda_shows(tool, listed, seen):
 
 
 def test_a_driver_that_does_not_answer_is_named(tool):
-    tool([], code=9, said="NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n")
+    tool(
+        [],
+        code=9,
+        said="NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n",
+    )
     facts, (finding,) = results(examine_gpus, case())
-    assert facts["GPUs"] == "unknown" and "couldn't communicate with the NVIDIA driver" in finding.what
+    assert (
+        facts["GPUs"] == "unknown" and "couldn't communicate with the NVIDIA driver" in finding.what
+    )
     assert finding.severity == "error"
 
 

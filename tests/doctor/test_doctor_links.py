@@ -11,7 +11,14 @@ from multinode_kit.launch_files import free_port
 from trl_multinode.tools.doctor import ring
 from trl_multinode.tools.doctor.cluster import RingPlan, differing, measure_links
 from trl_multinode.tools.doctor.facts import Fact, NodeReport
-from trl_multinode.tools.doctor.links import Link, link_findings, rounds_of_ring, slow_links, speed, usual_speed
+from trl_multinode.tools.doctor.links import (
+    Link,
+    link_findings,
+    rounds_of_ring,
+    slow_links,
+    speed,
+    usual_speed,
+)
 
 
 def ring_of(*speeds: float, device: str = "cpu") -> list[Link]:
@@ -22,7 +29,10 @@ def ring_of(*speeds: float, device: str = "cpu") -> list[Link]:
 
 def nodes_of(count: int, **facts: str) -> list[NodeReport]:
     found = [Fact(name, value, same=True) for name, value in facts.items()]
-    return [NodeReport(rank, f"host{rank}", list(found), nic="ib0", versions={"torch": "2"}) for rank in range(count)]
+    return [
+        NodeReport(rank, f"host{rank}", list(found), nic="ib0", versions={"torch": "2"})
+        for rank in range(count)
+    ]
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 5, 8, 63, 64])
@@ -39,8 +49,16 @@ def test_equal_links_are_not_slow_and_one_slow_link_is_named_with_both_ends():
     assert slow_links(ring_of(9.4, 9.1, 8.0, 9.3)) == [] and usual_speed([]) == 0.0
     links = ring_of(9.4, 9.1, 0.09, 9.3)
     (finding,) = link_findings(links, nodes_of(4), on_gpus=False)
-    parts = ["link 2 -> 3 ", "90 Mbit/s", "9.3 Gbit/s", "node 2 (host2, ib0)", "node 3 (host3, ib0)"]
-    assert [part for part in parts if part not in finding.what] == [] and "`ethtool ib0`" in finding.cure
+    parts = [
+        "link 2 -> 3 ",
+        "90 Mbit/s",
+        "9.3 Gbit/s",
+        "node 2 (host2, ib0)",
+        "node 3 (host3, ib0)",
+    ]
+    assert [
+        part for part in parts if part not in finding.what
+    ] == [] and "`ethtool ib0`" in finding.cure
 
 
 def test_a_node_with_two_slow_links_is_named_instead_of_them():
@@ -48,7 +66,9 @@ def test_a_node_with_two_slow_links_is_named_instead_of_them():
     (finding,) = link_findings(ring_of(0.2, 0.2, 9.0), nodes_of(3), on_gpus=False)
     parts = ["both links of node 1 (host1, ib0)", "0 -> 1: 200 Mbit/s", "1 -> 2: 200 Mbit/s"]
     assert [part for part in parts if part not in finding.what] == []
-    found = link_findings(ring_of(9.0, 0.2, 9.0, 9.0, 0.3, 0.3, 9.0, 9.0), nodes_of(8), on_gpus=False)
+    found = link_findings(
+        ring_of(9.0, 0.2, 9.0, 9.0, 0.3, 0.3, 9.0, 9.0), nodes_of(8), on_gpus=False
+    )
     assert [one.what.split(" is slow")[0].split(" are slow")[0] for one in found] == [
         "both links of node 5 (host5, ib0)",
         "the link 1 -> 2",
@@ -60,7 +80,11 @@ def test_of_two_nodes_the_slower_direction_is_named():
     (finding,) = link_findings(ring_of(9.0, 1.0), nodes_of(2), on_gpus=False)
     assert "link 1 -> 0 is slow: 1 Gbit/s" in finding.what
     assert link_findings(ring_of(9.0, 8.0), nodes_of(2), on_gpus=False) == []
-    both = [*ring_of(380.0, 380.0, device="0"), *ring_of(40.0, 40.0, device="1")]  # of either node's second NIC
+    # of either node's second NIC
+    both = [
+        *ring_of(380.0, 380.0, device="0"),
+        *ring_of(40.0, 40.0, device="1"),
+    ]
     assert [one.what[:22] for one in link_findings(both, nodes_of(2), on_gpus=True)] == [
         "the link 0 -> 1 (GPU 1",
         "the link 1 -> 0 (GPU 1",
@@ -74,7 +98,10 @@ def test_each_gpu_has_a_link_of_its_own_and_a_slow_network_of_all_is_a_warning()
     assert "link 1 -> 2 (GPU 1) is slow: 40 Gbit/s" in finding.what
     (finding,) = link_findings(ring_of(0.9, 0.9), nodes_of(2), on_gpus=True)
     assert finding.severity == "warning" and "NCCL_DEBUG=INFO" in finding.cure
-    assert link_findings(ring_of(0.9, 0.9), nodes_of(2), on_gpus=False) == [] and speed(0.9) == "900 Mbit/s"
+    assert (
+        link_findings(ring_of(0.9, 0.9), nodes_of(2), on_gpus=False) == []
+        and speed(0.9) == "900 Mbit/s"
+    )
 
 
 def test_differences_between_nodes_name_the_odd_one_out():
@@ -84,10 +111,19 @@ def test_differences_between_nodes_name_the_odd_one_out():
     nodes[3].facts.append(Fact("InfiniBand", "8 x 400 Gb/sec", same=True, nodes="error"))
     nodes[1].versions = {"torch": "3"}
     found = {one.about: one for one in differing(nodes)}
-    assert found["driver"].what == "driver differ: 550 on nodes 0 (host0), 1 (host1), 3 (host3), 535 on node 2 (host2)"
+    assert (
+        found["driver"].what
+        == "driver differ: 550 on nodes 0 (host0), 1 (host1), 3 (host3), 535 on node 2 (host2)"
+    )
     assert found["driver"].severity == "warning" and found["InfiniBand"].severity == "error"
-    assert "none on nodes 0 (host0), 1 (host1), 2 (host2), 8 x 400 Gb/sec on node 3" in found["InfiniBand"].what
-    assert found["versions"].severity == "error" and "torch: 2 on nodes 0 (host0)" in found["versions"].what
+    assert (
+        "none on nodes 0 (host0), 1 (host1), 2 (host2), 8 x 400 Gb/sec on node 3"
+        in found["InfiniBand"].what
+    )
+    assert (
+        found["versions"].severity == "error"
+        and "torch: 2 on nodes 0 (host0)" in found["versions"].what
+    )
 
 
 def test_links_are_measured_over_gloo_also_in_two_rings_of_one_process(tmp_path, monkeypatch):
@@ -106,13 +142,15 @@ def test_links_are_measured_over_gloo_also_in_two_rings_of_one_process(tmp_path,
         second = ring.Ring(plan, store, 1).measure()
         dist.barrier()
         return [
-            [one.sender, one.receiver, one.device, one.gbit_per_s > 0, one.round_trip_ms > 0] for one in first + second
+            [one.sender, one.receiver, one.device, one.gbit_per_s > 0, one.round_trip_ms > 0]
+            for one in first + second
         ]
 
     with forked(node, 3, tmp_path) as nodes:
         found = [one.result for one in nodes]
     expected = [
-        [[before, rank, device, True, True] for device in ("cpu", "1")] for rank, before in enumerate([2, 0, 1])
+        [[before, rank, device, True, True] for device in ("cpu", "1")]
+        for rank, before in enumerate([2, 0, 1])
     ]
     assert found == expected
 
@@ -121,7 +159,9 @@ def test_links_are_measured_over_gloo_also_in_two_rings_of_one_process(tmp_path,
 @pytest.mark.real
 def test_a_ring_that_does_not_come_together_gives_its_reason(monkeypatch):
     port = free_port()
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600))
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600)
+    )
     plan = RingPlan(5, 2, "127.0.0.1", port, "gloo")  # a rank that does not exist
     result = measure_links(plan, "lo", limit_s=600.0)
     assert result.links == [] and "exit code 1" in result.error and len(result.error) > 20

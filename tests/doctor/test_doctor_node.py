@@ -13,7 +13,12 @@ from trl_multinode.tools.check.launch import Engines
 from trl_multinode.tools.doctor import cores, models, network, storage
 from trl_multinode.tools.doctor.cores import cores_of_task, examine_cores, examine_limits
 from trl_multinode.tools.doctor.facts import Fact, Finding
-from trl_multinode.tools.doctor.network import chosen_interfaces, examine_address, examine_names, examine_variables
+from trl_multinode.tools.doctor.network import (
+    chosen_interfaces,
+    examine_address,
+    examine_names,
+    examine_variables,
+)
 from trl_multinode.tools.doctor.node import EXAMINATIONS, examine
 from trl_multinode.tools.doctor.storage import examine_disks, examine_shared_memory
 
@@ -66,15 +71,20 @@ def test_the_quota_of_a_container_counts(tmp_path, monkeypatch, files, expected)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("nodes", "hard", "severity"), [(64, 1024, "error"), (32, 1024, None), (64, -1, None)])
+@pytest.mark.parametrize(
+    ("nodes", "hard", "severity"), [(64, 1024, "error"), (32, 1024, None), (64, -1, None)]
+)
 def test_open_files_must_suffice_for_the_connections_of_node_0(monkeypatch, nodes, hard, severity):
     """64 nodes x 7 ranks x 3 connections."""
     monkeypatch.setattr(
-        resource, "getrlimit", lambda which: (1024, hard) if which == resource.RLIMIT_NOFILE else (-1, -1)
+        resource,
+        "getrlimit",
+        lambda which: (1024, hard) if which == resource.RLIMIT_NOFILE else (-1, -1),
     )
     facts, findings = results(examine_limits, case(nodes=nodes))
     assert (
-        facts["ulimit -n"] == f"1024 (hard {'unlimited' if hard < 0 else hard})" and facts["ulimit -l"] == "unlimited"
+        facts["ulimit -n"] == f"1024 (hard {'unlimited' if hard < 0 else hard})"
+        and facts["ulimit -l"] == "unlimited"
     )
     assert [one.severity for one in findings] == ([severity] if severity else [])
     assert all("1024" in one.what and "expected 1544" in one.what for one in findings)
@@ -83,7 +93,9 @@ def test_open_files_must_suffice_for_the_connections_of_node_0(monkeypatch, node
 @pytest.mark.nightly
 def test_locked_memory_must_hold_the_slots_of_a_launch_on_gpus(monkeypatch):
     monkeypatch.setattr(
-        resource, "getrlimit", lambda which: (8 << 20, 8 << 20) if which == resource.RLIMIT_MEMLOCK else (-1, -1)
+        resource,
+        "getrlimit",
+        lambda which: (8 << 20, 8 << 20) if which == resource.RLIMIT_MEMLOCK else (-1, -1),
     )
     facts, (finding,) = results(examine_limits, case())
     assert facts["ulimit -l"] == "8 MiB" and finding.severity == "warning"
@@ -98,7 +110,10 @@ def test_locked_memory_must_hold_the_slots_of_a_launch_on_gpus(monkeypatch):
 def free(monkeypatch, **by_folder: int) -> None:
     """Free bytes by the first word of the path; everything else has a TiB."""
     found = {f"/{name}": value for name, value in by_folder.items()}
-    size_of = lambda path: next((value for name, value in found.items() if str(path).startswith(name)), 1 << 40)  # noqa: E731
+
+    def size_of(path):
+        return next((value for name, value in found.items() if str(path).startswith(name)), 1 << 40)
+
     monkeypatch.setattr(storage, "free_bytes", lambda path: (size_of(path), 1 << 40))
     monkeypatch.setattr(storage, "leftovers", lambda remove: [])
 
@@ -107,7 +122,11 @@ def test_shared_memory_must_hold_both_slots_and_vllms_queues(monkeypatch):
     free(monkeypatch, dev=1 << 30)
     facts, (finding,) = results(examine_shared_memory, case())
     assert facts["/dev/shm"] == "1 GiB free of 1 TiB, 1.16 GiB needed"
-    assert finding.severity == "error" and "--shm-size" in finding.cure and "`sync_bucket_mb`" in finding.cure
+    assert (
+        finding.severity == "error"
+        and "--shm-size" in finding.cure
+        and "`sync_bucket_mb`" in finding.cure
+    )
     assert results(examine_shared_memory, case(values={"sync_bucket_mb": "256"}))[1] == []
     two = case(values={"sync_bucket_mb": 400}, engines=Engines(num_engines=2))
     assert len(results(examine_shared_memory, two)[1]) == 1
@@ -144,14 +163,23 @@ def test_interfaces_are_chosen_as_nccl_does():
     names = ["eth0", "eth1", "ib0", "lo"]
     assert chosen_interfaces("eth", names) == ["eth0", "eth1"]
     assert chosen_interfaces("=eth1", names) == ["eth1"] and chosen_interfaces("=eth", names) == []
-    assert chosen_interfaces("^eth0", names) == ["eth1", "ib0"] and chosen_interfaces("^=eth0,ib0", names) == ["eth1"]
+    assert chosen_interfaces("^eth0", names) == ["eth1", "ib0"] and chosen_interfaces(
+        "^=eth0,ib0", names
+    ) == ["eth1"]
     assert chosen_interfaces("bond0,ib", names) == ["ib0"]
 
 
 def test_an_interface_that_does_not_exist_is_an_error_with_those_that_do():
-    variables = {"NCCL_SOCKET_IFNAME": "bond7", "GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO", "OTHER": "1"}
+    variables = {
+        "NCCL_SOCKET_IFNAME": "bond7",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_DEBUG": "INFO",
+        "OTHER": "1",
+    }
     facts, (finding,) = results(examine_variables, case(variables))
-    assert facts["NCCL and gloo"] == "GLOO_SOCKET_IFNAME=lo NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=bond7"
+    assert (
+        facts["NCCL and gloo"] == "GLOO_SOCKET_IFNAME=lo NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=bond7"
+    )
     assert "NCCL_SOCKET_IFNAME=bond7" in finding.what
     assert "lo" in finding.what and finding.severity == "error"
 
@@ -165,7 +193,10 @@ def test_infiniband_is_counted_by_state_and_its_absence_from_nccl_is_named(tmp_p
         (port / "state").write_text(f"{state}\n")
         (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     facts, findings = results(examine_variables, case())
-    assert facts["InfiniBand"] == "2 x 400 Gb/sec (4X NDR) ACTIVE, 1 x 400 Gb/sec (4X NDR) DOWN" and findings == []
+    assert (
+        facts["InfiniBand"] == "2 x 400 Gb/sec (4X NDR) ACTIVE, 1 x 400 Gb/sec (4X NDR) DOWN"
+        and findings == []
+    )
     _, (finding,) = results(examine_variables, case({"NCCL_IB_DISABLE": "1"}))
     assert finding.severity == "warning" and finding.cure == "unset NCCL_IB_DISABLE"
 
@@ -178,7 +209,9 @@ def test_the_address_of_node_0_and_the_interface_towards_it_are_shown():
 
 
 def test_the_address_of_node_0_belongs_to_rank_0(monkeypatch):
-    monkeypatch.setattr(network, "nics", lambda: [network.Nic("lo", "127.0.0.1"), network.Nic("eth0", "10.0.0.5")])
+    monkeypatch.setattr(
+        network, "nics", lambda: [network.Nic("lo", "127.0.0.1"), network.Nic("eth0", "10.0.0.5")]
+    )
     monkeypatch.setattr(network, "route_to", lambda address: "10.0.0.5")
     assert results(examine_address, case(address="10.0.0.5"))[1] == []
     _, (finding,) = results(examine_address, case(address="10.0.0.5", rank=3))
@@ -186,7 +219,8 @@ def test_the_address_of_node_0_belongs_to_rank_0(monkeypatch):
     _, (finding,) = results(examine_address, case(address="10.0.0.9"))
     assert finding.severity == "warning" and "machine_rank 0" in finding.what
     assert results(examine_address, case(address="10.0.0.9", rank=3))[1] == []
-    assert results(examine_address, case(address="127.0.0.1", rank=3))[1] == []  # all nodes are this machine
+    # all nodes are this machine
+    assert results(examine_address, case(address="127.0.0.1", rank=3))[1] == []
 
 
 @pytest.mark.nightly
@@ -203,7 +237,8 @@ def test_a_name_server_that_loses_questions_is_a_warning(monkeypatch):
     monkeypatch.setattr(network.socket, "getnameinfo", getnameinfo)
     _, (finding,) = results(examine_names, case(address="127.0.0.1"))
     assert finding.severity == "warning" and "5 s" in finding.what and "127.0.0.1" in finding.what
-    assert "RES_OPTIONS" in finding.cure and set(asked) == {"::ffff:127.0.0.1"}  # as torch asks, not as `ping` does
+    # as torch asks, not as `ping` does
+    assert "RES_OPTIONS" in finding.cure and set(asked) == {"::ffff:127.0.0.1"}
     facts, findings = results(examine_names, case(address="127.0.0.1"))
     assert facts == {"name of this address": "quick or unknown"} and findings == []
 
@@ -218,12 +253,19 @@ def test_a_slow_interface_is_a_warning(monkeypatch):
 
 def test_a_host_name_on_loopback_is_an_error_where_gloo_connects_nodes(monkeypatch):
     monkeypatch.setattr(network, "route_to", lambda address: "10.0.0.5")
-    monkeypatch.setattr(network, "nics", lambda: [network.Nic("lo", "127.0.1.1"), network.Nic("ib0", "10.0.0.5")])
+    monkeypatch.setattr(
+        network, "nics", lambda: [network.Nic("lo", "127.0.1.1"), network.Nic("ib0", "10.0.0.5")]
+    )
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     _, (finding,) = results(examine_variables, case(gpus=0, ranks=2, address="10.0.0.1"))
     assert finding.severity == "error" and "export GLOO_SOCKET_IFNAME=ib0" in finding.cure
     assert results(examine_variables, case(address="10.0.0.1"))[1][0].severity == "warning"
-    assert results(examine_variables, case({"GLOO_SOCKET_IFNAME": "ib0"}, gpus=0, address="10.0.0.1"))[1] == []
+    assert (
+        results(examine_variables, case({"GLOO_SOCKET_IFNAME": "ib0"}, gpus=0, address="10.0.0.1"))[
+            1
+        ]
+        == []
+    )
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.5")
     assert results(examine_variables, case(gpus=0, address="10.0.0.1"))[1] == []
 
@@ -242,7 +284,12 @@ def test_an_examination_that_fails_is_a_warning_and_the_others_go_on():
 
     report = examine(case(gpus=0, ranks=1), (examine_nothing, examine_more))
     assert [fact.name for fact in report.facts] == ["first"]
-    assert [one.severity for one in report.findings] == ["error", "warning", "warning"]  # errors first
+    # errors first
+    assert [one.severity for one in report.findings] == [
+        "error",
+        "warning",
+        "warning",
+    ]
     assert "PermissionError: no look" in report.findings[1].what
 
 
@@ -252,11 +299,17 @@ def test_a_report_leaves_its_node_without_the_secrets_of_the_node():
         yield Finding("error", "x", "pid 7 (`train.py correct-horse`) is here", "c")
 
     report = examine(case({"MY_TOKEN": "correct-horse"}, gpus=0, ranks=1), (examine_secrets,))
-    assert report.facts[0].value == "it is (hidden)" and "correct-horse" not in report.findings[0].what
+    assert (
+        report.facts[0].value == "it is (hidden)" and "correct-horse" not in report.findings[0].what
+    )
 
 
 def test_all_examinations_work_on_this_machine():
     report = examine(case(gpus=0, ranks=1), EXAMINATIONS)
-    assert not any("could not be examined" in finding.what for finding in report.findings), report.findings
-    assert {"GPUs", "cores", "/dev/shm", "NIC", "versions", "model"} <= {fact.name for fact in report.facts}
+    assert not any("could not be examined" in finding.what for finding in report.findings), (
+        report.findings
+    )
+    assert {"GPUs", "cores", "/dev/shm", "NIC", "versions", "model"} <= {
+        fact.name for fact in report.facts
+    }
     assert report.nic == "lo" and report.host == socket.gethostname()

@@ -22,7 +22,9 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch):
-    for name in [name for name in os.environ if name.startswith(("PET_", "SLURM_", "GLOO_", "NCCL_"))]:
+    for name in [
+        name for name in os.environ if name.startswith(("PET_", "SLURM_", "GLOO_", "NCCL_"))
+    ]:
         monkeypatch.delenv(name)
 
 
@@ -46,7 +48,11 @@ def test_problems_of_the_check_are_errors_of_the_doctor(tmp_path, capsys):
 def test_a_file_that_cannot_be_read_is_an_error_without_further_levels(tmp_path, capsys):
     assert main([str(tmp_path / "none.yaml"), "--level", "node", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["ok"] is False and "none.yaml" in found["problems"][0]["what"] and "nodes" not in found
+    assert (
+        found["ok"] is False
+        and "none.yaml" in found["problems"][0]["what"]
+        and "nodes" not in found
+    )
 
 
 def test_json_is_the_only_output_and_has_facts_and_findings(tmp_path, capsys):
@@ -58,14 +64,32 @@ def test_json_is_the_only_output_and_has_facts_and_findings(tmp_path, capsys):
 
 
 def test_the_scripts_arguments_reach_the_examinations(tmp_path, capsys):
-    words = [str(SCRIPT), "--model_name_or_path", "org/none", "--dataset_name", "org/rows", "--use_cpu", "true"]
-    words += ["--reward_funcs", "think_format_reward", "--bf16", "false", "--output_dir", str(tmp_path / "out")]
+    words = [
+        str(SCRIPT),
+        "--model_name_or_path",
+        "org/none",
+        "--dataset_name",
+        "org/rows",
+        "--use_cpu",
+        "true",
+    ]
+    words += [
+        "--reward_funcs",
+        "think_format_reward",
+        "--bf16",
+        "false",
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
     words += ["--sync_bucket_mb", "1024", "--report_to", "tensorboard"]
     main([config_in(tmp_path), "--level", "node", "--json", *words])
     found = json.loads(capsys.readouterr().out)
     facts = {fact["name"]: fact["value"] for fact in found["nodes"][0]["facts"]}
     assert facts["model"] == "org/none: not here" and facts["dataset"] == "org/rows: not here"
-    assert "2.16 GiB needed" in facts["/dev/shm"] and str(tmp_path / "out") in facts["disk of `output_dir`"]
+    assert (
+        "2.16 GiB needed" in facts["/dev/shm"]
+        and str(tmp_path / "out") in facts["disk of `output_dir`"]
+    )
     assert facts["tracker"] == "tensorboard" and facts["script"].startswith(str(SCRIPT))
 
 
@@ -73,7 +97,9 @@ def test_the_scripts_arguments_reach_the_examinations(tmp_path, capsys):
 
 
 def test_a_switch_of_the_script_is_not_the_doctors():
-    line = parse_doctor(["f.yaml", "--level", "node", "--machine_rank", "1", "train.py", "--json", "--level", "3"])
+    line = parse_doctor(
+        ["f.yaml", "--level", "node", "--machine_rank", "1", "train.py", "--json", "--level", "3"]
+    )
     assert line.level == "node" and not line.json
     assert line.flags == ["--machine_rank", "1", "train.py", "--json", "--level", "3"]
     line = parse_doctor(["f.yaml", "--json", "--gpus-per-node", "4", "--timeout", "5"])
@@ -116,7 +142,8 @@ def test_secrets_are_hidden_by_variable_by_form_and_by_flag():
 
 
 @pytest.mark.parametrize(
-    "text", ["`max_tokens` 4096", "--micro_batch_tokens 8192", "a token is set", "no token, offline"]
+    "text",
+    ["`max_tokens` 4096", "--micro_batch_tokens 8192", "a token is set", "no token, offline"],
 )
 def test_what_is_no_secret_stays(text):
     assert hide_secrets(text, {}) == text
@@ -154,14 +181,22 @@ def test_a_long_name_is_hidden_too(tmp_path, capsys, monkeypatch):
     assert name not in text and "8@host0" in text
 
 
-def test_the_block_for_an_issue_has_the_report_without_names_and_secrets(tmp_path, capsys, monkeypatch):
+def test_the_block_for_an_issue_has_the_report_without_names_and_secrets(
+    tmp_path, capsys, monkeypatch
+):
     """A secret that NCCL's variables show, in the only output of the command."""
     monkeypatch.setenv("NCCL_MY_TOKEN", "correct-horse")
     assert main([config_in(tmp_path), "--level", "node", "--paste"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("<details><summary>trl-multinode doctor --level node</summary>\n\n```text\n")
+    assert text.startswith(
+        "<details><summary>trl-multinode doctor --level node</summary>\n\n```text\n"
+    )
     assert text.endswith("```\n\n</details>\n") and "NCCL_MY_TOKEN=(hidden)" in text
-    assert os.uname().nodename not in re.findall(r"[\w-]+", text) and "host0" in text and "correct-horse" not in text
+    assert (
+        os.uname().nodename not in re.findall(r"[\w-]+", text)
+        and "host0" in text
+        and "correct-horse" not in text
+    )
 
 
 @pytest.mark.nightly
@@ -169,7 +204,15 @@ def test_the_block_for_an_issue_has_the_report_without_names_and_secrets(tmp_pat
 def test_the_streamed_report_hides_secrets_too(tmp_path):
     """It is also printed where the terminal knows ASCII only."""
     environ = {**os.environ, "NCCL_MY_TOKEN": "correct-horse", "PYTHONIOENCODING": "ascii"}
-    words = [sys.executable, "-m", "trl_multinode.tools", "doctor", config_in(tmp_path), "--level", "node"]
+    words = [
+        sys.executable,
+        "-m",
+        "trl_multinode.tools",
+        "doctor",
+        config_in(tmp_path),
+        "--level",
+        "node",
+    ]
     run = subprocess.run(words, env=environ, capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout.isascii() and "NCCL_MY_TOKEN=(hidden)" in run.stdout
     assert "correct-horse" not in run.stdout + run.stderr

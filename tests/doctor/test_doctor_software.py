@@ -34,7 +34,9 @@ def test_versions_are_shown_and_a_missing_library_is_an_error(monkeypatch):
 def test_a_tracker_needs_its_package_and_its_key_on_rank_0(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     installed = {"wandb", "trackio"}
-    monkeypatch.setattr(software.importlib.util, "find_spec", lambda name: name in installed or None)
+    monkeypatch.setattr(
+        software.importlib.util, "find_spec", lambda name: name in installed or None
+    )
     wandb = {"report_to": ["wandb"]}
     facts, (finding,) = results(examine_tracker, case(values=wandb))
     assert facts["tracker"] == "wandb" and "WANDB_API_KEY" in finding.what
@@ -59,7 +61,10 @@ def test_the_script_is_compared_by_its_content(tmp_path, monkeypatch):
     first = results(examine_launch, case())[0]
     Path("train.py").write_text("b")
     second = results(examine_launch, case())[0]
-    assert first["script"] != second["script"] and first["launch"] == "2 nodes x 7 ranks, DEEPSPEED, port 29500"
+    assert (
+        first["script"] != second["script"]
+        and first["launch"] == "2 nodes x 7 ranks, DEEPSPEED, port 29500"
+    )
 
 
 # ---- model and dataset
@@ -94,10 +99,15 @@ def test_a_model_that_lacks_a_file_is_incomplete(cache):
     _, (finding,) = results(examine_model, case(model="org/model"))
     assert "1 file(s) missing, as model-00002.safetensors" in finding.what
     assert finding.severity == "warning" and "`hf download org/model`" in finding.cure
-    assert results(examine_model, case({"HF_HUB_OFFLINE": "1"}, model="org/model"))[1][0].severity == "error"
+    assert (
+        results(examine_model, case({"HF_HUB_OFFLINE": "1"}, model="org/model"))[1][0].severity
+        == "error"
+    )
 
 
-@pytest.mark.parametrize(("examination", "words"), [(examine_model, "model"), (examine_dataset, "dataset")])
+@pytest.mark.parametrize(
+    ("examination", "words"), [(examine_model, "model"), (examine_dataset, "dataset")]
+)
 def test_what_is_not_in_the_cache_is_an_error_only_offline(cache, examination, words):
     given = {"model": "org/x"} if words == "model" else {"values": {"dataset_name": "org/x"}}
     facts, (finding,) = results(examination, case(**given))
@@ -112,7 +122,10 @@ def test_a_dataset_is_found_in_a_folder_and_in_both_caches(cache, tmp_path, monk
 
     local = tmp_path / "rows.jsonl"
     local.write_text("{}\n")
-    assert results(examine_dataset, case(values={"dataset_name": str(local)})) == ({"dataset": f"{local} (local)"}, [])
+    assert results(examine_dataset, case(values={"dataset_name": str(local)})) == (
+        {"dataset": f"{local} (local)"},
+        [],
+    )
     in_cache(cache, "datasets", "org/data").mkdir(parents=True)
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "prepared")
     (tmp_path / "prepared" / "org___other").mkdir(parents=True)

@@ -70,8 +70,12 @@ def killed(folder, whole):
     with Nodes(2, 1, folder=folder / "nodes", env=ENVIRONMENT, forked=True) as nodes:
         assert 0 not in launch(nodes, folder, job | deleting | {"name": "first"})
         left = [path.name for path in (folder / "killed").rglob("*checkpoint-*") if path.is_dir()]
-        assert 0 not in launch(nodes, folder, job | {"name": "second", "resume": True, "kill_inside": LAST - 1})
-        assert launch(nodes, folder, job | {"name": "third", "resume": True}) == [0, 0], nodes.rank_log(0)[-3000:]
+        assert 0 not in launch(
+            nodes, folder, job | {"name": "second", "resume": True, "kill_inside": LAST - 1}
+        )
+        assert launch(nodes, folder, job | {"name": "third", "resume": True}) == [0, 0], (
+            nodes.rank_log(0)[-3000:]
+        )
         return {"logs": [nodes.rank_log(rank) for rank in range(2)], "left": left}
 
 
@@ -96,12 +100,25 @@ def test_the_uninterrupted_runs_are_what_the_others_are_compared_with(folder, wh
     for staleness in (0, 1):
         for run in results(folder, f"full{staleness}"):
             assert [one["step"] for one in run["rounds"]] == [0, 2, 4, 6]
-            lag = [[0, 0], [staleness, 2 * staleness]] * 2  # an epoch begins with the newest weights
+            # an epoch begins with the newest weights
+            lag = [
+                [0, 0],
+                [staleness, 2 * staleness],
+            ] * 2
             assert [one["lag"] for one in run["rounds"]] == lag
-            assert list(map(int, run["steps"])) == list(range(1, LAST + 1)) and run["left_over"] == []
-    epochs = [[row[0] for one in run["rounds"][:2] for row in one["rows"]] for run in results(folder, "full1")]
-    later = [[row[0] for one in run["rounds"][2:] for row in one["rows"]] for run in results(folder, "full1")]
-    assert epochs != later and sorted(sum(epochs, [])) == sorted(sum(later, []))  # another order, the same prompts
+            assert (
+                list(map(int, run["steps"])) == list(range(1, LAST + 1)) and run["left_over"] == []
+            )
+    epochs = [
+        [row[0] for one in run["rounds"][:2] for row in one["rows"]]
+        for run in results(folder, "full1")
+    ]
+    later = [
+        [row[0] for one in run["rounds"][2:] for row in one["rows"]]
+        for run in results(folder, "full1")
+    ]
+    # another order, the same prompts
+    assert epochs != later and sorted(sum(epochs, [])) == sorted(sum(later, []))
     losses = [loss for loss, _ in results(folder, "full1")[0]["steps"].values()]
     assert len(set(losses)) == LAST  # equal numbers below mean something
     first = [results(folder, f"full{staleness}")[0]["rounds"][0] for staleness in (0, 1)]
@@ -116,22 +133,34 @@ def test_a_rehearsal_changes_nothing_bit_by_bit(folder, whole):
         assert mine["counters"] == other["counters"] and mine["counters"]["micro_steps"] == LAST
         assert mine["rehearsed"] == [[8, 15]] and other["rehearsed"] == []  # "7 + 8 =" and 8 tokens
     checkpoints = [folder / name / f"checkpoint-{LAST}" for name in ("full0", "rehearsed")]
-    for name in ("model.safetensors", "rng_state_0.pth", "rng_state_1.pth", "rollouts_rank0.safetensors"):
+    for name in (
+        "model.safetensors",
+        "rng_state_0.pth",
+        "rng_state_1.pth",
+        "rollouts_rank0.safetensors",
+    ):
         assert equal(*(load(checkpoint / name) for checkpoint in checkpoints)), name
     states = [sorted(checkpoint.rglob("*_states.pt")) for checkpoint in checkpoints]
-    assert [path.name for path in states[0]] == [path.name for path in states[1]] and len(states[0]) == 4
+    assert [path.name for path in states[0]] == [path.name for path in states[1]] and len(
+        states[0]
+    ) == 4
     for pair in zip(*states, strict=True):
         assert equal(*map(load, pair)), pair[0].name
     assert "rehearsing the longest rows" in whole["logs"][0]
 
 
 def test_checkpoints_by_time_are_saved_on_all_ranks_like_others(folder, whole):
-    saved = [sorted(path.name for path in (folder / name).glob("checkpoint-*")) for name in ("full0", "rehearsed")]
+    saved = [
+        sorted(path.name for path in (folder / name).glob("checkpoint-*"))
+        for name in ("full0", "rehearsed")
+    ]
     assert saved[0] == saved[1] and len(saved[0]) == LAST
 
 
 def load(path: Path):
-    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=False)
+    return (
+        load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=False)
+    )
 
 
 def equal(one, other) -> bool:
@@ -166,8 +195,13 @@ def test_without_the_rollouts_file_they_are_generated_afresh_and_that_is_logged(
             f"Rank {rank}: " in whole["logs"][rank]
             and "has no rollouts, or those of another layout" in whole["logs"][rank]
         )
-        assert [(one["step"], one["lag"]) for one in run["rounds"]] == [(INSIDE, [0, 0]), (INSIDE + 1, [1, 1])]
-        prompts = [[row[0] for row in one["rows"]] for one in results(folder, "full1")[rank]["rounds"][2:]]
+        assert [(one["step"], one["lag"]) for one in run["rounds"]] == [
+            (INSIDE, [0, 0]),
+            (INSIDE + 1, [1, 1]),
+        ]
+        prompts = [
+            [row[0] for row in one["rows"]] for one in results(folder, "full1")[rank]["rounds"][2:]
+        ]
         assert [[row[0] for row in one["rows"]] for one in run["rounds"]] == prompts
         assert str(LAST) in run["steps"]
 
@@ -183,7 +217,9 @@ def test_a_killed_run_goes_on_with_the_round_that_was_ahead(folder, killed):
 def test_a_run_killed_while_it_deleted_the_old_checkpoint_has_the_new_one(folder, killed):
     """With `save_total_limit=1`; the folder of the old one lacks files, and has another name."""
     deleting, whole = sorted(killed["left"], reverse=True)
-    assert whole == f"checkpoint-{INSIDE}" and deleting.startswith(f"deleting-checkpoint-{INSIDE - 1}-")
+    assert whole == f"checkpoint-{INSIDE}" and deleting.startswith(
+        f"deleting-checkpoint-{INSIDE - 1}-"
+    )
     assert results(folder, "second")[0]["rounds"][0]["step"] > INSIDE
     assert not list((folder / "killed").rglob("deleting-*"))
 
@@ -199,13 +235,19 @@ def test_a_checkpoint_that_was_being_written_is_skipped_and_named(folder, killed
 @pytest.mark.feature("Resume", "nodes that share `output_dir`")
 def test_nodes_that_share_the_output_directory_go_on(folder, killed):
     assert (folder / "killed" / f"checkpoint-{LAST}").is_dir()
-    assert list((folder / "killed" / "_multinode" / "saving").iterdir()) == []  # markers of finished checkpoints
+    # markers of finished checkpoints
+    assert list((folder / "killed" / "_multinode" / "saving").iterdir()) == []
 
 
 # ---- other layouts --------------------------------------------------------------------------------------------------
 
 # `saving/` decides who resumes from what, and what is refused
-APART = {"output": "apart/node{node}", "save_on_each_node": True, "max_staleness": 0, "save_total_limit": 1}
+APART = {
+    "output": "apart/node{node}",
+    "save_on_each_node": True,
+    "max_staleness": 0,
+    "save_total_limit": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +255,9 @@ def apart(folder, whole):
     """Two nodes that do not share `output_dir`: killed after a checkpoint, then continued."""
     with Nodes(2, 1, folder=folder / "apart_nodes", env=ENVIRONMENT, forked=True) as nodes:
         assert 0 not in launch(nodes, folder, APART | {"name": "apart1", "kill_at": INSIDE})
-        assert launch(nodes, folder, APART | {"name": "apart2", "resume": True}) == [0, 0], nodes.rank_log(0)[-3000:]
+        assert launch(nodes, folder, APART | {"name": "apart2", "resume": True}) == [0, 0], (
+            nodes.rank_log(0)[-3000:]
+        )
 
 
 @pytest.mark.nightly
@@ -221,9 +265,13 @@ def apart(folder, whole):
 @pytest.mark.fault("39")
 def test_nodes_that_do_not_share_it_go_on_too(folder, apart):
     for node in range(2):
-        states = (folder / "apart" / f"node{node}" / f"checkpoint-{LAST}").rglob("*_optim_states.pt")
+        states = (folder / "apart" / f"node{node}" / f"checkpoint-{LAST}").rglob(
+            "*_optim_states.pt"
+        )
         assert [path.name for path in states] == [f"zero_pp_rank_{node}_mp_rank_00_optim_states.pt"]
-        assert [path.name for path in (folder / "apart" / f"node{node}").glob("check*")] == [f"checkpoint-{LAST}"]
+        assert [path.name for path in (folder / "apart" / f"node{node}").glob("check*")] == [
+            f"checkpoint-{LAST}"
+        ]
     same(results(folder, "apart2"), results(folder, "full0"), INSIDE, LAST)
 
 
@@ -233,6 +281,9 @@ def test_nodes_that_do_not_share_it_go_on_too(folder, apart):
 def test_another_number_of_nodes_is_refused_in_plain_words(folder, apart, record_property):
     with Nodes(1, 1, folder=folder / "one_node", env=ENVIRONMENT, forked=True) as nodes:
         assert launch(nodes, folder, APART | {"name": "alone", "resume": True}) != [0]
-        told = re.search("ConfigurationError: (.* was written by 2 ranks, this launch has 1: .*)", nodes.rank_log(0))
+        told = re.search(
+            "ConfigurationError: (.* was written by 2 ranks, this launch has 1: .*)",
+            nodes.rank_log(0),
+        )
         assert told, nodes.rank_log(0)[-3000:]
         record_property("message", re.sub(r"/\S*/checkpoint-", "checkpoint-", told[1]))

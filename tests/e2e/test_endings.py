@@ -38,7 +38,9 @@ def engine_pid(nodes: Nodes, node: int) -> int:
 
 
 def vllm_process(nodes: Nodes, node: int, title: str) -> int:
-    return next(child.pid for child in descendants(engine_pid(nodes, node)) if title in title_of(child))
+    return next(
+        child.pid for child in descendants(engine_pid(nodes, node)) if title in title_of(child)
+    )
 
 
 def stop_a_rank_and_kill_the_other_nodes_engine(nodes: Nodes) -> None:
@@ -88,14 +90,17 @@ CASES = [
 def test_nothing_is_left_and_all_ranks_say_the_same(name, tmp_path, fault_seconds):
     end, expected, silent = ENDINGS[name]
     env = ENVIRONMENT | ({} if name in VLLMS_OWN_TREE else {HOOK: TREE})
-    with Nodes(2, 2, folder=tmp_path, namespaces=NAMESPACES, forked=name != ORDINARY, env=env) as nodes:
+    with Nodes(
+        2, 2, folder=tmp_path, namespaces=NAMESPACES, forked=name != ORDINARY, env=env
+    ) as nodes:
         start_training(nodes)
         end(nodes)
         start = time.monotonic()
         lines = until(lambda: last_lines(nodes, RANKS - silent), lambda: what_they_do(nodes))
         assert len(lines) == 1 and re.search(expected, *lines), lines
         for rank in silent:
-            os.kill(nodes.rank_pid(rank), signal.SIGKILL)  # a stopped process waits for torchrun's own SIGKILL
+            # a stopped process waits for torchrun's own SIGKILL
+            os.kill(nodes.rank_pid(rank), signal.SIGKILL)
         until(lambda: not nodes.pids(0) + nodes.pids(1), nodes.tails)
         fault_seconds(time.monotonic() - start)
         assert all(code != 0 for code in nodes.wait(timeout_s=HANG_S))
@@ -105,7 +110,9 @@ def test_nothing_is_left_and_all_ranks_say_the_same(name, tmp_path, fault_second
 @pytest.mark.nightly
 def test_row_15_a_preempted_run_saves_a_checkpoint_and_leaves_nothing(tmp_path):
     """SIGTERM to the launcher of node 1 and, as a scheduler sends it, to vLLM's processes."""
-    with Nodes(2, 2, folder=tmp_path, namespaces=NAMESPACES, forked=True, env=ENVIRONMENT | {HOOK: TREE}) as nodes:
+    with Nodes(
+        2, 2, folder=tmp_path, namespaces=NAMESPACES, forked=True, env=ENVIRONMENT | {HOOK: TREE}
+    ) as nodes:
         start_training(nodes)
         engine = psutil.Process(engine_pid(nodes, 1))
         for process in [engine, *engine.children(recursive=True)]:
@@ -129,7 +136,9 @@ def last_lines(nodes: Nodes, ranks: set[int]) -> set[str] | None:
     """Return the ranks' lines about the failure when each is among the last ones of its log."""
     found = set()
     for rank in ranks:
-        lines = [line for line in nodes.rank_log(rank).splitlines()[-5:] if "the run failed" in line]
+        lines = [
+            line for line in nodes.rank_log(rank).splitlines()[-5:] if "the run failed" in line
+        ]
         if not lines:
             return None
         found.add(lines[-1])

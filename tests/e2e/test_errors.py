@@ -16,20 +16,28 @@ SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 
 
-def end_of_run(folder: Path, case: str, says: str, code: int, per_node: int = 2) -> tuple[set[str], list[str]]:
+def end_of_run(
+    folder: Path, case: str, says: str, code: int, per_node: int = 2
+) -> tuple[set[str], list[str]]:
     """The last lines of all ranks, and their logs. All ranks end with this code, and both nodes note it.
 
     The first rank of node 1 prints `says`.
     """
     files = [folder / f"ending{node}.json" for node in range(2)]
-    with Nodes(2, per_node, folder=folder, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True) as nodes:
+    with Nodes(
+        2, per_node, folder=folder, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True
+    ) as nodes:
         copy = {"env_of": lambda node: {"TRL_MULTINODE_ENDING_FILE": str(files[node])}}
         nodes.launch(SCRIPT, str(folder), case, **copy)
         nodes.wait_for(per_node, says, timeout_s=HANG_S)
         codes = nodes.wait(timeout_s=HANG_S)
         assert all(codes), codes
         logs = [nodes.rank_log(rank) for rank in range(2 * per_node)]
-        ended = {found for node in range(2) for found in re.findall(r"exitcode +: (-?\d+)", nodes.launcher_log(node))}
+        ended = {
+            found
+            for node in range(2)
+            for found in re.findall(r"exitcode +: (-?\d+)", nodes.launcher_log(node))
+        }
         assert ended == {str(code)}
         endings = [json.loads(file.read_text()) for file in files]
         assert [ending["code"] for ending in endings] == [code, code]
@@ -51,11 +59,17 @@ def test_data_in_another_order_on_one_node_is_found_before_any_weights_file_is_o
     lines, _ = end_of_run(tmp_path, "shuffled", "ConfigurationError", exit_codes.CONFIGURATION)
     assert len(lines) == 1
     line = lines.pop()
-    assert "of `train_dataset` (" in line and "on ranks 0, 1 of node 0" in line and "on ranks 2, 3 of node 1" in line
+    assert (
+        "of `train_dataset` (" in line
+        and "on ranks 0, 1 of node 0" in line
+        and "on ranks 2, 3 of node 1" in line
+    )
 
 
 @pytest.mark.fault("disagreement")
-def test_a_learning_rate_that_a_script_changed_on_some_ranks_is_found_before_the_first_step(tmp_path):
+def test_a_learning_rate_that_a_script_changed_on_some_ranks_is_found_before_the_first_step(
+    tmp_path,
+):
     lines, _ = end_of_run(tmp_path, "rates", "ConfigurationError", exit_codes.CONFIGURATION)
     assert len(lines) == 1
     assert "`learning_rate` (0.001 on rank 0 of node 0, 0.002 on rank 1" in lines.pop()
@@ -100,7 +114,11 @@ def test_a_nan_in_one_shard_ends_the_run_before_it_is_saved_and_the_last_checkpo
     (kept,) = tmp_path.rglob("model.safetensors")
     assert kept.parent.name == "checkpoint-1"
     ending = json.loads((tmp_path / "_multinode/ending-node1.json").read_text())
-    assert (ending["checkpoint"], ending["step"], ending["continues"]) == (str(kept.parent), 2, False)
+    assert (ending["checkpoint"], ending["step"], ending["continues"]) == (
+        str(kept.parent),
+        2,
+        False,
+    )
     assert all(tensor.isfinite().all() for tensor in load_file(kept).values())
 
 
@@ -125,12 +143,23 @@ def test_a_node_whose_script_fails_before_the_import_ends_the_others_soon(tmp_pa
 
 @pytest.mark.nightly
 @pytest.mark.fault("aborted")
-def test_a_save_of_one_rank_ends_with_the_rank_that_its_collective_aborted_and_that_ranks_last_line(tmp_path):
+def test_a_save_of_one_rank_ends_with_the_rank_that_its_collective_aborted_and_that_ranks_last_line(
+    tmp_path,
+):
     """Rank 1 gets the parameters of rank 0 where it expects a loss, and gloo aborts it: it can report nothing."""
-    with Nodes(2, 2, folder=tmp_path, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True) as nodes:
+    with Nodes(
+        2, 2, folder=tmp_path, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True
+    ) as nodes:
         nodes.launch(SCRIPT, str(tmp_path), "alone")
         assert all(nodes.wait(timeout_s=HANG_S))
-        lines = {line for line in (nodes.rank_log(rank).splitlines()[-1] for rank in range(4)) if "failed: " in line}
+        lines = {
+            line
+            for line in (nodes.rank_log(rank).splitlines()[-1] for rank in range(4))
+            if "failed: " in line
+        }
     (line,) = lines
-    assert re.search(r"phase (between steps|train): the process of rank \d .*killed by SIGABRT; its last line: ", line)
+    assert re.search(
+        r"phase (between steps|train): the process of rank \d .*killed by SIGABRT; its last line: ",
+        line,
+    )
     assert "only some ranks call" in line

@@ -90,17 +90,29 @@ def test_it_reaches_the_last_step_with_the_history_of_both_launches(run):
     assert f"resuming from {run['folder']}/run/checkpoint-2" in run["logs"][0]
     assert run["codes"] == [0, 0], run["logs"][0][-3000:]
     state = json.loads((run["folder"] / "run" / "checkpoint-4" / "trainer_state.json").read_text())
-    history = [(entry["step"], entry["learning_rate"]) for entry in state["log_history"] if "learning_rate" in entry]
-    assert history == [(step, pytest.approx(LEARNING_RATE * (5 - step) / 4)) for step in (1, 2, 3, 4)]
+    history = [
+        (entry["step"], entry["learning_rate"])
+        for entry in state["log_history"]
+        if "learning_rate" in entry
+    ]
+    assert history == [
+        (step, pytest.approx(LEARNING_RATE * (5 - step) / 4)) for step in (1, 2, 3, 4)
+    ]
 
 
 def test_a_plan_reads_the_seconds_of_the_second_launch(run):
     measured = read_run(str(run["folder"] / "run"))
     state = json.loads((run["folder"] / "run" / "checkpoint-4" / "trainer_state.json").read_text())
-    log = next(entry for entry in state["log_history"] if entry["step"] == 4 and "perf/train_s/max" in entry)
+    log = next(
+        entry
+        for entry in state["log_history"]
+        if entry["step"] == 4 and "perf/train_s/max" in entry
+    )
     assert (measured.nodes, measured.training, measured.reserved, measured.steps) == (2, 2, 1, 1)
     assert measured.times.train_s == pytest.approx(log["perf/train_s/max"], rel=0.1)
-    assert measured.tail_known and measured.mean_length == pytest.approx(log["completions/mean_length"])
+    assert measured.tail_known and measured.mean_length == pytest.approx(
+        log["completions/mean_length"]
+    )
 
 
 def test_it_goes_on_from_the_weights_of_the_checkpoint(run):

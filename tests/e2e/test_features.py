@@ -67,7 +67,11 @@ ELSEWHERE = {  # how it is started -> what runs there
         "reference_model": [],
     },
 }  # fmt: skip
-LAUNCHES = {"zero2": {"deepspeed": ZERO2}, "ddp": {"accelerate": DDP}, "fsdp2": {"accelerate": FSDP2}}
+LAUNCHES = {
+    "zero2": {"deepspeed": ZERO2},
+    "ddp": {"accelerate": DDP},
+    "fsdp2": {"accelerate": FSDP2},
+}
 DECIDING = {
     "losses", "reference_model", "tools", "rollout_func", "schedule", "generation_batch_size", "evaluation", "lora",
     "without_vllm",
@@ -91,7 +95,9 @@ def engine_of(name: str) -> str:
 def launched(folder: Path, names, **how) -> Path:
     """The scenarios, one after another, on two nodes of one rank."""
     tiny_qwen2(seed=1).save_pretrained(folder / "reference")
-    with Nodes(2, 1, folder=folder, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True, **how) as nodes:
+    with Nodes(
+        2, 1, folder=folder, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True, **how
+    ) as nodes:
         nodes.launch(SCRIPT, str(folder), ",".join(names))
         nodes.wait(timeout_s=1200)
         print(nodes.rank_log(0)[-4000:])
@@ -113,12 +119,16 @@ def folder_of(tmp_path_factory):
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
     """Function that launches one of `ELSEWHERE`, once; pytest would set up a parametrised fixture several times."""
-    return cache(lambda kind: launched(tmp_path_factory.mktemp(kind), ELSEWHERE[kind], **LAUNCHES[kind]))
+    return cache(
+        lambda kind: launched(tmp_path_factory.mktemp(kind), ELSEWHERE[kind], **LAUNCHES[kind])
+    )
 
 
 def results(folder: Path, name: str) -> list[dict]:
     paths = [folder / f"{name}_rank{rank}.json" for rank in range(2)]
-    assert all(path.exists() for path in paths), f"scenario {name} did not end; see the launch's log above"
+    assert all(path.exists() for path in paths), (
+        f"scenario {name} did not end; see the launch's log above"
+    )
     return [json.loads(path.read_text()) for path in paths]
 
 
@@ -144,7 +154,11 @@ def test_metrics_gradients_and_weights_are_trls(name, folder_of):
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [pytest.param(kind, *case.values, marks=case.marks) for kind in ELSEWHERE for case in marked(ELSEWHERE[kind])],
+    [
+        pytest.param(kind, *case.values, marks=case.marks)
+        for kind in ELSEWHERE
+        for case in marked(ELSEWHERE[kind])
+    ],
 )
 def test_and_without_zero_3(kind, name, elsewhere):
     for found in results(elsewhere(kind), name):
@@ -158,7 +172,9 @@ def test_what_a_user_sees_is_trls(name, folder_of):
     assert ours == trls and ours
 
 
-@pytest.mark.parametrize("name", ["tools", "rollout_func", pytest.param("environments", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "name", ["tools", "rollout_func", pytest.param("environments", marks=pytest.mark.nightly)]
+)
 def test_ranks_took_different_numbers_of_turns(name, folder_of):
     first, second = results(folder_of(name), name)
     assert first["calls"] != second["calls"]

@@ -20,8 +20,19 @@ from multinode_kit.nodes import Nodes
 SCRIPT = Path(__file__).parent / "scripts" / "process.py"
 pytestmark = [pytest.mark.two_node, pytest.mark.nightly]
 # Values that no two launches have in common
-OF_A_LAUNCH = {"MASTER_PORT", "TMPDIR", "TORCHELASTIC_ERROR_FILE", "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_RUN_ID"}
-OF_A_LAUNCH |= {"TRL_MULTINODE_TEST_MARKER", "ACCELERATE_DEEPSPEED_CONFIG_FILE", "PWD"}  # a shell adds PWD
+OF_A_LAUNCH = {
+    "MASTER_PORT",
+    "TMPDIR",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHELASTIC_RUN_ID",
+}
+# a shell adds PWD
+OF_A_LAUNCH |= {
+    "TRL_MULTINODE_TEST_MARKER",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "PWD",
+}
 SET_FOR_EACH_RANK = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
     "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_DEEPSPEED", "TMPDIR", "GLOO_SOCKET_IFNAME",
@@ -32,7 +43,10 @@ SET_FOR_EACH_RANK = {
 def ways(tmp_path_factory):
     """Two nodes of one rank, ordinary and forked."""
     folders = [tmp_path_factory.mktemp("ordinary"), tmp_path_factory.mktemp("forked")]
-    with Nodes(2, 1, folder=folders[0]) as ordinary, Nodes(2, 1, folder=folders[1], forked=True) as forked:
+    with (
+        Nodes(2, 1, folder=folders[0]) as ordinary,
+        Nodes(2, 1, folder=folders[1], forked=True) as forked,
+    ):
         yield ordinary, forked
 
 
@@ -54,24 +68,38 @@ def test_a_rank_finds_the_same_state(ways):
         end = ended(nodes)
         assert end["codes"] == [0, 0], end
         assert [nodes.pids(node) for node in range(2)] == [[], []]
-        reports = [json.loads((nodes.folder / f"report{rank}.json").read_text()) for rank in range(2)]
-        assert [report.pop("parent") for report in reports] == [nodes.launcher_pid(node) for node in range(2)]
+        reports = [
+            json.loads((nodes.folder / f"report{rank}.json").read_text()) for rank in range(2)
+        ]
+        assert [report.pop("parent") for report in reports] == [
+            nodes.launcher_pid(node) for node in range(2)
+        ]
         assert len({number for report in reports for number in report.pop("random")}) == 6
         for report in reports:
             assert report["environment"].keys() >= SET_FOR_EACH_RANK and report["world"] == [2, 2]
-            report["environment"] = {k: v for k, v in report["environment"].items() if k not in OF_A_LAUNCH}
+            report["environment"] = {
+                k: v for k, v in report["environment"].items() if k not in OF_A_LAUNCH
+            }
             report["main"][3][1] = "its folder"
         found.append((reports, end["logs"]))
     ordinary, forked = found
     for mine, its in zip(ordinary[0], forked[0], strict=True):  # the ranks' reports
         assert {name: (mine[name], its[name]) for name in mine if mine[name] != its[name]} == {}
     for mine, its in zip(ordinary[1], forked[1], strict=True):
-        assert own_lines(mine) == own_lines(its) == ["to stdout", "to stderr", "from a thread", "at exit", "destroyed"]
+        assert (
+            own_lines(mine)
+            == own_lines(its)
+            == ["to stdout", "to stderr", "from a thread", "at exit", "destroyed"]
+        )
 
 
 def own_lines(log: str) -> list[str]:
     """Without the warnings of the imports, which a fork does not repeat."""
-    return [line for line in log.splitlines() if line.startswith(("to std", "from a", "at exit", "destroyed"))]
+    return [
+        line
+        for line in log.splitlines()
+        if line.startswith(("to std", "from a", "at exit", "destroyed"))
+    ]
 
 
 # name: (case of the script, what is done when the ranks that do not fail have said so)
@@ -107,10 +135,18 @@ def of_node_1(nodes: Nodes) -> dict:
     launcher = nodes._launchers[1]
     nodes._until(lambda: launcher.poll() is not None, HANG_S, "the launcher of node 1 to end")
     rank = re.findall(r"exitcode +: (-?\d+)", nodes.launcher_log(1))
-    return {"code": launcher.returncode, "rank": rank, "left": len(nodes.pids(1)), "log": nodes.rank_log(1)}
+    return {
+        "code": launcher.returncode,
+        "rank": rank,
+        "left": len(nodes.pids(1)),
+        "log": nodes.rank_log(1),
+    }
 
 
 def test_other_values_of_variables_that_imports_have_read_are_refused(tmp_path):
     refused = pytest.raises(RuntimeError, match=r"\['HF_HOME'\].*Nodes\(forked=False\)")
-    with Nodes(1, 1, folder=tmp_path, env={"HF_HOME": str(tmp_path)}, forked=True) as nodes, refused:
+    with (
+        Nodes(1, 1, folder=tmp_path, env={"HF_HOME": str(tmp_path)}, forked=True) as nodes,
+        refused,
+    ):
         launch(nodes, "report")

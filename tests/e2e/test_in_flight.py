@@ -75,7 +75,9 @@ def run_until_killed(nodes: Nodes, number: int, where: tuple[str, int] | None) -
     start(nodes, KILLED | {"name": f"run{number}", "kill_at": where, "resume": number > 0})
     codes = nodes.wait(timeout_s=HANG_S)
     assert (codes == [0, 0]) == (where is None), nodes.rank_log(0)[-3000:]
-    (nodes.folder / f"run{number}.log").write_text("".join(nodes.rank_log(rank) for rank in range(2)))
+    (nodes.folder / f"run{number}.log").write_text(
+        "".join(nodes.rank_log(rank) for rank in range(2))
+    )
     until(lambda: not any(map(nodes.pids, range(2))), "the engines of killed ranks to end")
 
 
@@ -86,7 +88,9 @@ def test_every_id_of_every_epoch_is_trained_once_and_nothing_is_left_under_way(f
     assert all(len(losses(run)) == 8 and all(map(isfinite, losses(run))) for run in runs)
 
 
-def test_rows_of_every_rank_hold_several_versions_and_the_reward_sees_the_rows_that_were_taken(folders):
+def test_rows_of_every_rank_hold_several_versions_and_the_reward_sees_the_rows_that_were_taken(
+    folders,
+):
     runs = results(folders["whole"], "whole")
     rows = versions(runs)
     # How many they are depends on how long a step takes on this machine
@@ -114,7 +118,9 @@ def test_ages_are_logged_and_bounded_and_the_spot_check_runs_in_mixed_rounds(fol
     assert max(entry["in_flight/mixed_rows"] for entry in log) > 0
     assert max(entry["in_flight/swapped_rows"] for entry in log) > 0
     assert all(entry["staleness/effective_sample_size"] > 0 for entry in log)
-    assert all(0.0 <= run["spot_check"] < 1e-3 for run in runs) and any(run["spot_check"] > 0 for run in runs)
+    assert all(0.0 <= run["spot_check"] < 1e-3 for run in runs) and any(
+        run["spot_check"] > 0 for run in runs
+    )
 
 
 def test_iterations_blocks_balanced_batches_evaluation_and_the_end_of_the_run_in_an_epoch(folders):
@@ -123,14 +129,18 @@ def test_iterations_blocks_balanced_batches_evaluation_and_the_end_of_the_run_in
     assert [one["step"] for one in runs[0]["rounds"]] == [0, 4, 8, 12]
     first = [run | {"rounds": run["rounds"][:3]} for run in runs]
     assert trained(first) == Counter({f"{i} + {i + 1} =": GROUP for i in range(48)})
-    assert sorted(Counter(trained([run | {"rounds": run["rounds"][3:]} for run in runs]).values())) == [GROUP]
+    assert sorted(
+        Counter(trained([run | {"rounds": run["rounds"][3:]} for run in runs]).values())
+    ) == [GROUP]
     epoch = [
-        run | {"trained": {step: rows for step, rows in run["trained"].items() if int(step) < 12}} for run in runs
+        run | {"trained": {step: rows for step, rows in run["trained"].items() if int(step) < 12}}
+        for run in runs
     ]
     assert Counter(losses_of(epoch)) == Counter({f"{i} + {i + 1} =": 2 * GROUP for i in range(48)})
     assert [run["rows_left"] for run in runs] == [0] * WORLD
     assert all(map(isfinite, losses(runs[0]))) and len(losses(runs[0])) == 14
-    assert len([entry for entry in runs[0]["log"] if "eval_reward" in entry]) == 3  # the last one after the last step
+    # the last one after the last step
+    assert len([entry for entry in runs[0]["log"] if "eval_reward" in entry]) == 3
     assert max(entry.get("balance/moved_between_nodes_mib", 0.0) for entry in runs[0]["log"]) > 0
     assert any(len(row) > 1 for row in versions(runs))
 
@@ -146,11 +156,17 @@ def test_gradients_of_all_losses_are_trls_on_the_same_rows(tmp_path):
     taken = Counter(prompt for run in runs for prompt in run["prompts"])
     assert taken == Counter({f"{i} + {i + 1} =": GROUP for i in range(LOSSES["prompts"])})
     for run in runs:
-        assert len(run["differences"]) == len(run["steps"]) and min(run["norms"]) > 1e-3 and run["not_taken"] == 0
+        assert (
+            len(run["differences"]) == len(run["steps"])
+            and min(run["norms"]) > 1e-3
+            and run["not_taken"] == 0
+        )
         for (*step, balanced), difference in zip(run["steps"], run["differences"], strict=True):
             assert difference <= (1e-5 if balanced else 0.0), (step, run["differences"])
         assert run["losses"][0] == pytest.approx(run["losses"][1], rel=1e-4, abs=1e-5)
-        assert [count > 0 for count in run["micro_steps"]] == [balanced for _, _, balanced in run["steps"]]
+        assert [count > 0 for count in run["micro_steps"]] == [
+            balanced for _, _, balanced in run["steps"]
+        ]
     rounds = zip(*(run["versions"] for run in runs), strict=True)
     mixed = [sum(count > 1 for rows in one for count in rows) for one in rounds]
     assert min(mixed[4:]) > 0, mixed
@@ -170,8 +186,14 @@ def test_ids_trained_before_and_after_three_kills_are_all_ids_once(killed):
     for runs, first, last in zip(found, starts, KILLS.values(), strict=True):
         for step in range(first, last):
             kept[step] = [prompt for run in runs for prompt in run["trained"][str(step)]]
-    epochs = [[prompt for step in range(at, at + EPOCH) for prompt in kept[step]] for at in range(0, LAST, EPOCH)]
-    assert list(map(Counter, epochs)) == [Counter({f"{i} + {i + 1} =": GROUP for i in range(KILLED["prompts"])})] * 2
+    epochs = [
+        [prompt for step in range(at, at + EPOCH) for prompt in kept[step]]
+        for at in range(0, LAST, EPOCH)
+    ]
+    assert (
+        list(map(Counter, epochs))
+        == [Counter({f"{i} + {i + 1} =": GROUP for i in range(KILLED["prompts"])})] * 2
+    )
     assert any(len(row) > 1 for runs in found for row in versions(runs))
     logs = [(killed / f"run{number}.log").read_text() for number in range(len(KILLS))]
     assert "checkpoint-9 is skipped: unfinished" in logs[-1]
@@ -182,9 +204,13 @@ def test_rows_under_way_at_a_checkpoint_continue_with_their_versions(killed):
     for number, step in enumerate(list(KILLS.values())[:-1], start=1):
         rows = [row for row in versions(results(killed, f"run{number}", world=2)) if row[0][0] < 0]
         assert rows, f"the checkpoint of step {step} has no row"
-        assert {made_at for row in rows for update, made_at, _ in row if update < 0} <= set(range(step + 1))
+        assert {made_at for row in rows for update, made_at, _ in row if update < 0} <= set(
+            range(step + 1)
+        )
         continued += [row for row in rows if row[-1][0] > 0]
         log = (killed / f"run{number}.log").read_text()
-        said += re.findall(r"(\d+) rows that were under way at the checkpoint continue, (\d+) begin again", log)
+        said += re.findall(
+            r"(\d+) rows that were under way at the checkpoint continue, (\d+) begin again", log
+        )
     # some continued rows had not begun, and a run that was killed has not trained all of its own
     assert 0 < len(continued) <= sum(int(number) for number, _ in said)

@@ -6,7 +6,19 @@ from math import isfinite
 from pathlib import Path
 
 import pytest
-from in_flight_runs import GROUP, SLOW, WORLD, check_whole, end, losses, losses_of, results, start, trained, versions
+from in_flight_runs import (
+    GROUP,
+    SLOW,
+    WORLD,
+    check_whole,
+    end,
+    losses,
+    losses_of,
+    results,
+    start,
+    trained,
+    versions,
+)
 
 from multinode_kit.faults import FAKE, FORKED, Faults
 from multinode_kit.models import tiny_qwen2
@@ -77,21 +89,34 @@ def agents(tmp_path_factory) -> Path:
 
 def test_tools_continue_from_first_turns_that_saw_several_updates(agents):
     runs = results(agents, "tools")
-    assert sorted(Counter(prompt for run in runs for one in run["rounds"] for prompt in one["prompts"]).values()) == (
-        [GROUP] * TOOLS["prompts"]
+    assert sorted(
+        Counter(
+            prompt for run in runs for one in run["rounds"] for prompt in one["prompts"]
+        ).values()
+    ) == ([GROUP] * TOOLS["prompts"])
+    assert (
+        set(Counter(losses_of(runs)).values()) == {GROUP}
+        and [run["rows_left"] for run in runs] == [0] * WORLD
     )
-    assert set(Counter(losses_of(runs)).values()) == {GROUP} and [run["rows_left"] for run in runs] == [0] * WORLD
     assert any(len(row) > 1 for row in versions(runs))
     assert max(entry.get("tools/call_frequency", 0.0) for entry in runs[0]["log"]) > 0
-    rows = [pair for run in runs for one in run["rounds"] for pair in zip(one["made"], one["rows"], strict=True)]
-    assert all(row[: len(made)] == made for made, row in rows)  # later turns are appended to the first
+    rows = [
+        pair
+        for run in runs
+        for one in run["rounds"]
+        for pair in zip(one["made"], one["rows"], strict=True)
+    ]
+    # later turns are appended to the first
+    assert all(row[: len(made)] == made for made, row in rows)
     assert any(len(row) > len(made) for made, row in rows)
 
 
 @pytest.mark.parametrize("job", [TOOLS, AGENTS], ids=["in flight", "drain"])
 def test_whole_rollouts_end_at_different_turns_on_every_rank(agents, job):
     runs = results(agents, job["name"])
-    every = Counter({f"{i} + {i + 1} =" + " Add!" * (job is AGENTS): GROUP for i in range(job["prompts"])})
+    every = Counter(
+        {f"{i} + {i + 1} =" + " Add!" * (job is AGENTS): GROUP for i in range(job["prompts"])}
+    )
     assert trained(runs) == every and [run["rows_left"] for run in runs] == [0] * WORLD
     rounds = zip(*(run["rounds"] for run in runs), strict=True)
     assert any(len({max(one["turns"]) for one in ranks}) > 1 for ranks in rounds)
@@ -125,7 +150,11 @@ def real(tmp_path_factory) -> Path:
         for _ in range(3):
             start(nodes, *jobs)
             end(nodes)
-            jobs = [job for job in jobs if not any(len(row) > 1 for row in versions(results(folder, job["name"], 2)))]
+            jobs = [
+                job
+                for job in jobs
+                if not any(len(row) > 1 for row in versions(results(folder, job["name"], 2)))
+            ]
             if not jobs:
                 break
             for job in jobs:

@@ -22,9 +22,15 @@ OFFLOAD = ZERO3 | {
     | {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
     "zero_force_ds_cpu_optimizer": False,
 }
-SETTINGS = {"ZERO3": ZERO3, "ZERO2": ZERO2, "OFFLOAD": OFFLOAD, "BF16": ZERO3 | {"bf16": {"enabled": "auto"}}}
+SETTINGS = {
+    "ZERO3": ZERO3,
+    "ZERO2": ZERO2,
+    "OFFLOAD": OFFLOAD,
+    "BF16": ZERO3 | {"bf16": {"enabled": "auto"}},
+}
 CANARY = f"canary{secrets.token_hex(8)}"
-SECRETS = dict.fromkeys(("TEST_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY"), CANARY)  # HF_TOKEN: small_run.py
+# HF_TOKEN: small_run.py
+SECRETS = dict.fromkeys(("TEST_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY"), CANARY)
 ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, **SECRETS}
 pytestmark = [pytest.mark.two_node]
 
@@ -45,7 +51,9 @@ def test_plain_python_is_one_process_and_trls_own_config_works(tmp_path):
             timeout=HANG_S,
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        until(lambda: not [*Path(temporary).glob("trl_multinode_*")], "the run's folder to be removed")
+        until(
+            lambda: not [*Path(temporary).glob("trl_multinode_*")], "the run's folder to be removed"
+        )
     found = result(tmp_path)
     assert (found["ours"], found["world"], found["version"], found["rows"]) == (False, 1, 2, 8)
     assert found["difference"] < 1e-3
@@ -58,10 +66,14 @@ def launched(tmp_path_factory):
     @cache
     def run(config: str, settings: str = "ZERO3") -> dict:
         folder = tmp_path_factory.mktemp(config)
-        with Nodes(1, 2, folder=folder, env=ENVIRONMENT, deepspeed=SETTINGS[settings], forked=True) as nodes:
+        with Nodes(
+            1, 2, folder=folder, env=ENVIRONMENT, deepspeed=SETTINGS[settings], forked=True
+        ) as nodes:
             nodes.launch(SCRIPT, str(folder), config)
             assert nodes.wait(timeout_s=HANG_S) == [0], nodes.rank_log(0)[-3000:]
-            (folder / "logs.txt").write_text(nodes.rank_log(0) + nodes.rank_log(1) + nodes.launcher_log(0))
+            (folder / "logs.txt").write_text(
+                nodes.rank_log(0) + nodes.rank_log(1) + nodes.launcher_log(0)
+            )
         return result(folder) | {"folder": folder}
 
     return run
@@ -90,7 +102,9 @@ def test_the_alarms_limit_is_that_of_the_dtype_to_which_deepspeed_casts_the_mode
 
 
 @pytest.mark.nightly  # `test_sources.py` has the weights, `weights/` the untied head
-def test_zero_2_and_zero_3_with_and_without_offload_give_the_same_gradients_with_an_untied_head(launched):
+def test_zero_2_and_zero_3_with_and_without_offload_give_the_same_gradients_with_an_untied_head(
+    launched,
+):
     """TRL 1.16 alone fails here under ZeRO-3: see docs/inside/notes.md."""
     found = [launched("ours", settings) for settings in ("ZERO3", "ZERO2", "OFFLOAD")]
     assert all(run["world"] == 2 and run["difference"] < 1e-3 for run in found)

@@ -42,18 +42,24 @@ def folder(tmp_path_factory) -> Path:
     """All cases in one launch of one rank, each without staleness and with it."""
     folder = tmp_path_factory.mktemp("overlapped")
     jobs = [
-        RUN | case | {"name": f"{name}{staleness}", "output": f"{name}{staleness}", "max_staleness": staleness}
+        RUN
+        | case
+        | {"name": f"{name}{staleness}", "output": f"{name}{staleness}", "max_staleness": staleness}
         for name, case in CASES.items()
         for staleness in (0, 1)
     ]
-    with Nodes(1, 1, folder=folder / "nodes", env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True) as nodes:
+    with Nodes(
+        1, 1, folder=folder / "nodes", env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True
+    ) as nodes:
         nodes.launch(SCRIPT, str(folder), json.dumps(jobs))
         assert nodes.wait(timeout_s=HANG_S) == [0], nodes.rank_log(0)[-3000:]
     return folder
 
 
 def runs_of(folder: Path, name: str) -> list[dict]:
-    return [json.loads((folder / f"{name}{staleness}_rank0.json").read_text()) for staleness in (0, 1)]
+    return [
+        json.loads((folder / f"{name}{staleness}_rank0.json").read_text()) for staleness in (0, 1)
+    ]
 
 
 def prompts(run: dict) -> list[list[str]]:
@@ -61,14 +67,17 @@ def prompts(run: dict) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_prompts_and_steps_are_those_of_no_staleness_and_rows_those_of_the_weights_before(folder, name):
+def test_prompts_and_steps_are_those_of_no_staleness_and_rows_those_of_the_weights_before(
+    folder, name
+):
     fresh, ahead = runs_of(folder, name)
     assert prompts(fresh) == prompts(ahead) and fresh["steps"].keys() == ahead["steps"].keys()
     steps = [one["step"] for one in ahead["rounds"]]
     assert steps == [one["step"] for one in fresh["rounds"]]
     assert all(one["lag"] == [0, 0] for one in fresh["rounds"])
     per_epoch = CASES[name]["prompts"] // CASES[name]["steps_per_generation"]
-    for index, one in enumerate(ahead["rounds"]):  # the first of an epoch is made by the newest weights
+    # the first of an epoch is made by the newest weights
+    for index, one in enumerate(ahead["rounds"]):
         lag = 0 if index % per_epoch == 0 else steps[index] - steps[index - 1]
         assert one["lag"] == [int(lag > 0), lag], index
     assert any(one["lag"][0] for one in ahead["rounds"])
@@ -79,7 +88,8 @@ def test_prompts_and_steps_are_those_of_no_staleness_and_rows_those_of_the_weigh
 def test_seeds_do_not_depend_on_when_a_row_is_made_and_eval_between_changes_nothing(folder):
     fresh, ahead = runs_of(folder, "eval at every step")
     assert [one["rows"] for one in fresh["rounds"]] == [one["rows"] for one in ahead["rounds"]]
-    assert len({str(row) for one in ahead["rounds"] for row in one["rows"]}) > 8  # sampled, not constant
+    # sampled, not constant
+    assert len({str(row) for one in ahead["rounds"] for row in one["rows"]}) > 8
 
 
 def test_older_weights_really_made_the_rows(folder):

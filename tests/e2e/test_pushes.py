@@ -41,10 +41,17 @@ def runs(tmp_path_factory, request):
     script = request.path.parent / "scripts" / "pushing.py"
     save_tiny(folder / "model", tied=False)
     with LoopbackHub() as hub:
-        env = hub.environment | {"TRL_MULTINODE_ENGINE_MODULE": FAKE, "HF_HOME": str(folder / "cache")}
+        env = hub.environment | {
+            "TRL_MULTINODE_ENGINE_MODULE": FAKE,
+            "HF_HOME": str(folder / "cache"),
+        }
         found = {"folder": folder, "hub": hub}
         for kind in ("full", "lora"):
-            first_checkpoint = hub.fail(401, 1, "/commit/main") if kind == "full" else hub.fail(500, 2, "/commit/main")
+            first_checkpoint = (
+                hub.fail(401, 1, "/commit/main")
+                if kind == "full"
+                else hub.fail(500, 2, "/commit/main")
+            )
             if kind == "lora":
                 first_checkpoint.cut_connection(4, "/repos/create")
             hub.fail(401, on="/commit/denied").fail(409, on="/commit/conflict")
@@ -55,12 +62,21 @@ def runs(tmp_path_factory, request):
                 logs = [nodes.rank_log(rank) for rank in range(2)]
             hub.heal()
             assert (folder / f"{kind}_rank0.json").exists(), logs[0][-4000:]
-            results = [json.loads((folder / f"{kind}_rank{rank}.json").read_text()) for rank in range(2)]
+            results = [
+                json.loads((folder / f"{kind}_rank{rank}.json").read_text()) for rank in range(2)
+            ]
             target = folder / f"{kind}-loaded.safetensors"
             load = [sys.executable, "-c", LOAD, str(folder / "model"), kind, str(target)]
-            loaded = subprocess.run(load, env=os.environ | env, capture_output=True, text=True, timeout=HANG_S)
+            loaded = subprocess.run(
+                load, env=os.environ | env, capture_output=True, text=True, timeout=HANG_S
+            )
             assert loaded.returncode == 0, loaded.stderr[-2000:]
-            found[kind] = {"codes": codes, "logs": logs, "results": results, "loaded": load_file(target)}
+            found[kind] = {
+                "codes": codes,
+                "logs": logs,
+                "results": results,
+                "loaded": load_file(target),
+            }
         yield found
 
 
@@ -70,7 +86,10 @@ both = pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.feature("Hub", "pushes from ZeRO-3, all weights and LoRA")
 @both
 def test_from_pretrained_gives_the_trained_tensors_and_not_the_initial_ones(runs, kind):
-    loaded, trained = runs[kind]["loaded"], load_file(runs["folder"] / f"{kind}-trained.safetensors")
+    loaded, trained = (
+        runs[kind]["loaded"],
+        load_file(runs["folder"] / f"{kind}-trained.safetensors"),
+    )
     assert runs[kind]["results"][0]["world"] == 2 and runs[kind]["results"][0]["sharded"]
     assert loaded.keys() == trained.keys()
     assert all(torch.equal(loaded[name], trained[name]) for name in trained)
@@ -94,17 +113,23 @@ def told(runs, kind) -> list[tuple[str, str]]:
     """What the main process says of failed pushes: the line, and the command below it."""
     lines = runs[kind]["logs"][0].replace(str(runs["folder"]), "").splitlines()
     pairs = zip(lines, lines[1:], strict=False)
-    return [pair for pair in pairs if pair[0].startswith("[trl_multinode] node 0, rank 0: the push of ")]
+    return [
+        pair for pair in pairs if pair[0].startswith("[trl_multinode] node 0, rank 0: the push of ")
+    ]
 
 
 @both
 def test_each_failure_is_told_once_with_the_command_that_repeats_it(runs, kind):
     for revision, reason in (("denied", "401"), ("conflict", "409"), ("cut", "Error: ")):
-        (line,) = [line for line, command in told(runs, kind) if f"--revision {revision} " in command]
+        (line,) = [
+            line for line, command in told(runs, kind) if f"--revision {revision} " in command
+        ]
         assert f" tester/{kind} " in line and "End of training" in line and reason in line
         assert "trainer.push_to_hub()" in line
         command = f"hf upload tester/{kind} /{kind} . --exclude '_*' --exclude 'checkpoint-*' --revision {revision}"
-        assert command in [command.strip().partition(" --commit")[0] for _, command in told(runs, kind)]
+        assert command in [
+            command.strip().partition(" --commit")[0] for _, command in told(runs, kind)
+        ]
     assert len(told(runs, kind)) == (4 if kind == "full" else 3)
 
 
@@ -121,14 +146,21 @@ def test_a_push_in_the_background_is_tried_again(runs):
 
 
 def test_a_hub_that_is_away_at_the_start_is_told_and_asked_again_at_the_first_push(runs):
-    assert not runs["lora"]["results"][0]["created_at_start"] and runs["full"]["results"][0]["created_at_start"]
+    assert (
+        not runs["lora"]["results"][0]["created_at_start"]
+        and runs["full"]["results"][0]["created_at_start"]
+    )
     assert "the repository lora could not be created or found: " in runs["lora"]["logs"][0]
 
 
 @both
 def test_a_wrong_file_is_refused_on_the_main_process_and_no_rank_hangs(runs, kind):
     main, other = (result["found"]["wrong"] for result in runs[kind]["results"])
-    assert main.startswith("SavedWeightsError: ") and "tensors without data" in main and other == "not pushed"
+    assert (
+        main.startswith("SavedWeightsError: ")
+        and "tensors without data" in main
+        and other == "not pushed"
+    )
 
 
 def test_an_error_at_a_checkpoint_ends_all_ranks_with_one_line(runs):
@@ -140,11 +172,15 @@ def test_an_error_at_a_checkpoint_ends_all_ranks_with_one_line(runs):
 def test_a_push_that_must_succeed_ends_all_ranks_with_one_line(runs):
     assert all(runs["lora"]["codes"])
     lines = [last_words(log) for log in runs["lora"]["logs"]]
-    assert lines[0] == lines[1] and "HubPushError" in lines[0] and "hf upload tester/lora" in lines[0]
+    assert (
+        lines[0] == lines[1] and "HubPushError" in lines[0] and "hf upload tester/lora" in lines[0]
+    )
 
 
 def last_words(log: str) -> str:
-    (line,) = [line for line in log.splitlines() if line.startswith("[trl_multinode] the run failed: ")]
+    (line,) = [
+        line for line in log.splitlines() if line.startswith("[trl_multinode] the run failed: ")
+    ]
     return line
 
 
@@ -152,9 +188,13 @@ def last_words(log: str) -> str:
 def test_the_token_is_in_no_log_and_no_file(runs, kind):
     assert runs[kind]["results"][0]["token_is_pickled"]  # which it would be without care
     assert "training_args.bin" in runs["hub"].repos[f"tester/{kind}"]
-    files = [path for path in runs["folder"].rglob("*") if path.is_file() and "cache" not in path.parts]
+    files = [
+        path for path in runs["folder"].rglob("*") if path.is_file() and "cache" not in path.parts
+    ]
     assert len(files) > 20
-    contents = [path.read_bytes() for path in files] + list(runs["hub"].repos[f"tester/{kind}"].values())
+    contents = [path.read_bytes() for path in files] + list(
+        runs["hub"].repos[f"tester/{kind}"].values()
+    )
     assert not any(TOKEN.encode() in content for content in contents)
 
 
@@ -162,7 +202,11 @@ def test_the_token_is_in_no_log_and_no_file(runs, kind):
 @both
 def test_the_model_card_says_where_it_was_trained_and_how_fast(runs, kind):
     card = runs["hub"].repos[f"tester/{kind}"]["README.md"].decode()
-    rows = dict(line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| ") and len(line) > 8)
+    rows = dict(
+        line.strip("| ").split(" | ")
+        for line in card.splitlines()
+        if line.startswith("| ") and len(line) > 8
+    )
     assert rows["Nodes"] == "2" and rows["Training ranks"] == "2 (1 per node)"
     assert rows["Devices"] == "CPU only: no GPU trained, none was reserved"
     assert rows["vLLM engines"] == "2 (1 per node), on the CPU"
@@ -176,4 +220,8 @@ def test_the_model_card_says_where_it_was_trained_and_how_fast(runs, kind):
 @both
 def test_nothing_of_this_machine_is_pushed(runs, kind):
     files = runs["hub"].repos[f"tester/{kind}"]
-    assert not [path for path in files if path.startswith(("checkpoint-", "_multinode/", "logs/", "phases/"))]
+    assert not [
+        path
+        for path in files
+        if path.startswith(("checkpoint-", "_multinode/", "logs/", "phases/"))
+    ]

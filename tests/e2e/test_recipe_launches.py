@@ -32,7 +32,9 @@ def nodes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipes")
     save_tiny(folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    (folder / "questions.jsonl").write_text("\n".join(json.dumps({"question": f"{i} + {i} ="}) for i in range(64)))
+    (folder / "questions.jsonl").write_text(
+        "\n".join(json.dumps({"question": f"{i} + {i} ="}) for i in range(64))
+    )
     (folder / "my_rewards.py").write_text(REWARD)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)  # the ranks look for `my_rewards` there
@@ -40,7 +42,9 @@ def nodes(tmp_path_factory):
             yield nodes
 
 
-def train(nodes: Nodes, name: str, *more: str, run: str = "run") -> tuple[list[dict], list[list[list[list[int]]]]]:
+def train(
+    nodes: Nodes, name: str, *more: str, run: str = "run"
+) -> tuple[list[dict], list[list[list[list[int]]]]]:
     """Launch a recipe. Returns its logs, and for each rank the completions of every round."""
     folder, run = nodes.folder, f"{name}-{run}"
     words = f"""
@@ -51,7 +55,9 @@ def train(nodes: Nodes, name: str, *more: str, run: str = "run") -> tuple[list[d
     """.split()
     nodes.launch(RECIPES / f"{name}.py", *words, *more, env={"ROUNDS": f"{folder}/{run}-rounds"})
     assert nodes.wait(timeout_s=HANG_S) == [0, 0], nodes.rank_log(0)[-3000:]
-    logs = json.loads((folder / run / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    logs = json.loads((folder / run / "checkpoint-4" / "trainer_state.json").read_text())[
+        "log_history"
+    ]
     files = [folder / f"{run}-rounds{rank}.jsonl" for rank in range(2)]
     return logs, [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
@@ -74,7 +80,9 @@ def test_two_stages_train_rows_whose_log_probs_are_the_engines(nodes, staleness)
     logs, ranks = train(nodes, "two_stage", *limits, run=f"ahead-{staleness}")
     assert [entry["staleness/rounds_max"] for entry in logs[:4]] == [0] + 3 * [staleness]
     for rounds in ranks:
-        assert [len(ids) for ids in rounds] == [8] * 4 and {max(map(len, ids)) for ids in rounds} == {7}
+        assert [len(ids) for ids in rounds] == [8] * 4 and {
+            max(map(len, ids)) for ids in rounds
+        } == {7}
     assert ranks[0] != ranks[1]
     differences = [entry["sampling/sampling_logp_difference/max"] for entry in logs[:4]]
     assert (max(differences) < 1e-3) == (staleness == 0) and differences[0] < 1e-3, differences
@@ -94,13 +102,24 @@ def test_the_agent_trains_on_hunts_that_ran_ahead_and_are_not_flat(nodes):
     """.split()
     nodes.launch(EXAMPLES / "agent.py", *words)
     assert nodes.wait(timeout_s=HANG_S) == [0, 0], nodes.rank_log(0)[-3000:]
-    logs = json.loads((folder / "run" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"][:3]
+    logs = json.loads((folder / "run" / "checkpoint-3" / "trainer_state.json").read_text())[
+        "log_history"
+    ][:3]
     assert [entry["staleness/rounds_max"] for entry in logs] == [0, 1, 1]  # whole hunts
     for entry in logs:
-        assert 0 < entry["hunt/called_a_tool"] <= 1 and entry["tools/call_frequency"] >= entry["hunt/called_a_tool"]
-        assert entry["rewards/TreasureHunt/mean"] + entry["rewards/right_box/mean"] == pytest.approx(entry["reward"])
+        assert (
+            0 < entry["hunt/called_a_tool"] <= 1
+            and entry["tools/call_frequency"] >= entry["hunt/called_a_tool"]
+        )
+        assert entry["rewards/TreasureHunt/mean"] + entry[
+            "rewards/right_box/mean"
+        ] == pytest.approx(entry["reward"])
         assert entry["sampling/sampling_logp_difference/max"] < 0.5
-        assert entry["frac_reward_zero_std"] == 0 and entry["dynamic_sampling/effective_groups"] == 2  # one per rank
-    assert any(entry["tools/call_frequency"] > entry["hunt/called_a_tool"] for entry in logs)  # two calls in a row
+        # one per rank
+        assert (
+            entry["frac_reward_zero_std"] == 0 and entry["dynamic_sampling/effective_groups"] == 2
+        )
+    # two calls in a row
+    assert any(entry["tools/call_frequency"] > entry["hunt/called_a_tool"] for entry in logs)
     assert logs[0]["sampling/sampling_logp_difference/max"] < 1e-3  # results of tools are masked
     assert (folder / "run" / "model.safetensors").is_file()

@@ -21,7 +21,12 @@ IN_FLIGHT = {
     "max_staleness": 2, "vllm_importance_sampling_mode": "token_truncate",
     "vllm_importance_sampling_clip_max": 2.0,
 }  # fmt: skip
-EVAL = {"eval_strategy": "steps", "eval_steps": 2, "eval_prompts": 4, "per_device_eval_batch_size": 4}
+EVAL = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "eval_prompts": 4,
+    "per_device_eval_batch_size": 4,
+}
 COPY = {"engine_restart_copy": True}
 LATE_S = 50.0  # longer than both limits of that job
 LATE = {"slow_restart": LATE_S, "heartbeat_timeout": 30.0, "stuck_timeout": 40.0}
@@ -43,11 +48,16 @@ SAME = [("generate", "plain"), ("copy", "plain"), ("a turn", "turns")]
 def results(tmp_path_factory):
     """By job: what each rank has written. Beside them the log of rank 2, whose engine dies."""
     folder = tmp_path_factory.mktemp("restarted")
-    with Nodes(2, 2, folder=folder, forked=True, env=Faults().slow_tokens(0.01).environment(FAKE)) as nodes:
+    with Nodes(
+        2, 2, folder=folder, forked=True, env=Faults().slow_tokens(0.01).environment(FAKE)
+    ) as nodes:
         nodes.launch(SCRIPT, str(folder), json.dumps(JOBS))
         assert nodes.wait(timeout_s=HANG_S, grace_s=20) == [0, 0], nodes.tails()
         found = {
-            job["name"]: [json.loads((folder / f"{job['name']}_rank{rank}.json").read_text()) for rank in range(4)]
+            job["name"]: [
+                json.loads((folder / f"{job['name']}_rank{rank}.json").read_text())
+                for rank in range(4)
+            ]
             for job in JOBS
         }
         found["log"], found["folder"] = nodes.rank_log(2), folder
@@ -71,12 +81,17 @@ def test_row_2_rows_ahead_are_made_again_and_the_run_goes_on(results, name):
     assert ranks[2]["left"] == 0 and ranks[0]["restarts"][-1] == len(
         next(j for j in JOBS if j["name"] == name)["deaths"]
     )
-    assert len(ranks[0]["losses"]) == 4 and all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
+    assert len(ranks[0]["losses"]) == 4 and all(
+        rank["losses"] == ranks[0]["losses"] for rank in ranks
+    )
 
 
 def test_row_2_no_limit_of_silence_or_progress_trips_while_an_engine_starts_again(results):
     """One start takes longer than `heartbeat_timeout` and `stuck_timeout` of its job, and the launch goes on."""
-    seconds = [float(found) for found in re.findall(r"engine 0 was started again in ([\d.]+) s", results["log"])]
+    seconds = [
+        float(found)
+        for found in re.findall(r"engine 0 was started again in ([\d.]+) s", results["log"])
+    ]
     assert LATE["stuck_timeout"] < LATE_S <= max(seconds)
 
 
@@ -94,8 +109,12 @@ def test_the_timeline_of_a_run_has_the_seconds_of_its_log_and_every_death(result
         step = run.cut(range(log["step"], log["step"] + 1))
         lanes = [lane for lane in step.lanes if lane.kind == "rank"]
         found = {phase: phase_seconds(lanes, phase) for phase in STEP_PHASES}
-        assert found == pytest.approx({phase: log[f"perf/{phase}_s"] for phase in STEP_PHASES}, abs=1e-3)
-    marks = [(lane.node, mark.kind) for lane in run.lanes for mark in lane.marks if mark.kind != "swap"]
+        assert found == pytest.approx(
+            {phase: log[f"perf/{phase}_s"] for phase in STEP_PHASES}, abs=1e-3
+        )
+    marks = [
+        (lane.node, mark.kind) for lane in run.lanes for mark in lane.marks if mark.kind != "swap"
+    ]
     assert marks == [(1, "lost"), (1, "restart")] * len(job["deaths"])
 
 
@@ -115,5 +134,7 @@ def test_the_timeline_shows_generation_beside_training_only_with_rows_ahead(resu
 def test_rows_1_8_with_a_copy_the_weights_come_from_the_node_itself(results):
     jobs = results["log"].split("JOB DONE ")
     for name in ("copy", "copy in_flight"):
-        (job,) = [text for text, end in zip(jobs, jobs[1:], strict=False) if end.split("\n")[0] == name]
+        (job,) = [
+            text for text, end in zip(jobs, jobs[1:], strict=False) if end.split("\n")[0] == name
+        ]
         assert "from the copy" in job and "`engine_restart_copy` holds" in job

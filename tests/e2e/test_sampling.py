@@ -23,7 +23,8 @@ def found(tmp_path_factory) -> dict[str, dict]:
     env = {"TRL_MULTINODE_ENGINE_MODULE": FORKED}
     with Nodes(2, 1, folder=folder, deepspeed=ZERO3, env=env, forked=True) as nodes:
         nodes.launch(SCRIPT, str(folder), ",".join(NAMES))
-        nodes.wait(timeout_s=800)  # whose results are there; six trainers in a process once ended it with SIGABRT
+        # whose results are there; six trainers in a process once ended it with SIGABRT
+        nodes.wait(timeout_s=800)
         print(nodes.rank_log(0)[-3000:])
     return {name: json.loads((folder / f"{name}_rank0.json").read_text()) for name in NAMES}
 
@@ -49,7 +50,9 @@ def test_every_completion_matches_the_regex(found):
 @pytest.mark.feature("Generation", "`top_p`")
 def test_truncated_rows_keep_their_weight_and_the_gradient_is_autograds(found):
     observed = found["structured_outputs"]["observed"][0]
-    assert observed["lengths"][-1] >= 30, "short rows would say little: the weights of tokens multiply"
+    assert observed["lengths"][-1] >= 30, (
+        "short rows would say little: the weights of tokens multiply"
+    )
     assert observed["rows_have_their_weight"] and observed["gradient_is_the_reference"]
 
 

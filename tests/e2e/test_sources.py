@@ -31,7 +31,11 @@ def found(tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.feature("Weight sources", NAMES[kind])) for kind in KINDS]
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.feature("Weight sources", NAMES[kind]))
+        for kind in KINDS
+    ],
 )
 def test_log_probs_agree_after_each_of_five_syncs_and_disagree_before(kind, found):
     for rank in (0, 2):
@@ -40,11 +44,14 @@ def test_log_probs_agree_after_each_of_five_syncs_and_disagree_before(kind, foun
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sharded_source_costs_one_collective_across_nodes_per_bucket_and_a_whole_one_none(kind, found):
+def test_a_sharded_source_costs_one_collective_across_nodes_per_bucket_and_a_whole_one_none(
+    kind, found
+):
     for rank in found:
         buckets, (across, within) = rank[kind]["buckets"], rank[kind]["collectives"]
         assert buckets > 5 and across == within
-        if kind == "fsdp2":  # a forward without a backward leaves embedding and head whole, of three buckets each
+        # a forward without a backward leaves embedding and head whole, of three buckets each
+        if kind == "fsdp2":
             assert buckets - 6 <= across < buckets
         else:
             assert across == (buckets if kind.startswith("zero3") else 0)

@@ -40,13 +40,21 @@ def found(folder, request):
     script = request.path.parent / "scripts" / "trainers.py"
     with (
         teacher_server(folder / "teacher") as url,
-        Nodes(2, 1, folder=folder, env=ENVIRONMENT | {"TEACHER_URL": url}, deepspeed=ZERO3, forked=True) as nodes,
+        Nodes(
+            2,
+            1,
+            folder=folder,
+            env=ENVIRONMENT | {"TEACHER_URL": url},
+            deepspeed=ZERO3,
+            forked=True,
+        ) as nodes,
     ):
         nodes.launch(script, str(folder), *TRAINERS)
         assert nodes.wait(timeout_s=800) == [0, 0], nodes.rank_log(0)[-4000:]
         (folder / "logs.json").write_text(json.dumps([nodes.rank_log(rank) for rank in range(2)]))
     return {
-        name: [json.loads((folder / f"{name}_rank{rank}.json").read_text()) for rank in range(2)] for name in TRAINERS
+        name: [json.loads((folder / f"{name}_rank{rank}.json").read_text()) for rank in range(2)]
+        for name in TRAINERS
     }
 
 
@@ -54,7 +62,10 @@ def found(folder, request):
 def test_every_metric_of_this_library_is_documented(found, name):
     for rank in found[name]:
         logged = mine(rank["ours"]["metrics"])
-        assert logged <= documented() and {"perf/valid_tokens_per_device_hour", "node<k>/tokens"} <= logged
+        assert (
+            logged <= documented()
+            and {"perf/valid_tokens_per_device_hour", "node<k>/tokens"} <= logged
+        )
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -68,7 +79,9 @@ def test_every_round_comes_from_this_nodes_engine_with_the_weights_of_its_step(f
         assert ours["engines_left"] == 0
 
 
-def test_the_engines_of_a_trainer_that_was_dropped_without_a_close_end_before_the_next_ones_start(found):
+def test_the_engines_of_a_trainer_that_was_dropped_without_a_close_end_before_the_next_ones_start(
+    found,
+):
     assert [rank["ours"]["dropped_run"] for rank in found["RLOO"] + found["Distillation"]] == [
         [],
         [],
@@ -85,19 +98,27 @@ def test_engine_and_trainer_agree_after_training_and_not_without_a_sync(found, n
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.feature("Trainers", f"`{name}Trainer`")) for name in TRAINERS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.feature("Trainers", f"`{name}Trainer`"))
+        for name in TRAINERS
+    ],
 )
 def test_losses_and_gradients_are_those_of_trls_own_trainer_given_the_same_completions(found, name):
     for rank in found[name]:
         ours, trls = rank["ours"], rank["trl"]
-        assert len(set(ours["grad_norm"])) == 5 and min(ours["grad_norm"]) > 0  # that they agree says something
+        # that they agree says something
+        assert len(set(ours["grad_norm"])) == 5 and min(ours["grad_norm"]) > 0
         assert ours["grad_norm"] == pytest.approx(trls["grad_norm"], rel=1e-5)
         assert ours["loss"] == pytest.approx(trls["loss"], rel=1e-5, abs=1e-6)
 
 
 def test_one_other_token_in_one_completion_would_show(found):
     for rank in found["Distillation"]:
-        differences = [abs(a / b - 1) for a, b in zip(rank["ours"]["loss"], rank["tampered"]["loss"], strict=True)]
+        differences = [
+            abs(a / b - 1)
+            for a, b in zip(rank["ours"]["loss"], rank["tampered"]["loss"], strict=True)
+        ]
         assert min(differences) > 1e-4
 
 
@@ -106,12 +127,18 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(found, name):
     """RLOO, SDFT, SDPO and GMPO inside a generation round, and distillation across the end of an epoch."""
     for rank in found[name]:
         first = rank["resumed"]["from"]
-        for what in ("loss", "grad_norm"):  # a loss is a sum of terms of about 1 that cancel, in float32 (6e-8 each)
+        # a loss is a sum of terms of about 1 that cancel, in float32 (6e-8 each)
+        for what in (
+            "loss",
+            "grad_norm",
+        ):
             assert rank["resumed"][what] == pytest.approx(rank["ours"][what], rel=1e-6, abs=1e-6)
         assert len(rank["ours"]["loss"][first:]) >= 2
 
 
-@pytest.mark.parametrize("name", ["RLOO", "Distillation", "SDFT", "SDPO", "GMPO", "ServerDistillation"])
+@pytest.mark.parametrize(
+    "name", ["RLOO", "Distillation", "SDFT", "SDPO", "GMPO", "ServerDistillation"]
+)
 def test_two_evaluations_with_the_same_weights_see_the_same_completions(found, name):
     for rank in found[name]:
         first, second = rank["ours"]["evaluations"]
@@ -132,7 +159,10 @@ def test_the_trainers_that_score_what_was_sampled_compare_log_probs_at_every_rou
 
 
 def test_log_probs_are_returned_to_the_trainers_that_read_them(found):
-    assert {name for name in TRAINERS if found[name][0]["ours"]["returns_logprobs"]} == {"IWOPD", "GMPO"}
+    assert {name for name in TRAINERS if found[name][0]["ours"]["returns_logprobs"]} == {
+        "IWOPD",
+        "GMPO",
+    }
 
 
 def test_gmpos_gradients_were_those_of_regrouped_micro_batches_after_a_rehearsal(found, folder):
@@ -140,5 +170,9 @@ def test_gmpos_gradients_were_those_of_regrouped_micro_batches_after_a_rehearsal
     for rank in found["GMPO"]:
         assert "balance/micro_steps" in rank["ours"]["metrics"]
         assert set(rank["ours"]["micro_rows"]) - {4}, "TRL's micro-batches have 4 rows"
-    log = json.loads((folder / "logs.json").read_text())[0].split("TRAINER GMPO\n")[1].split("TRAINER ")[0]
+    log = (
+        json.loads((folder / "logs.json").read_text())[0]
+        .split("TRAINER GMPO\n")[1]
+        .split("TRAINER ")[0]
+    )
     assert "rehears" in log, log[:2000]

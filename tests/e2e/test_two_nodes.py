@@ -25,7 +25,9 @@ NAMESPACES = namespaces_available() is None
 
 
 def results(folder: Path, name: str, num_ranks: int) -> list[dict]:
-    return [json.loads((folder / f"{name}_rank{rank}.json").read_text()) for rank in range(num_ranks)]
+    return [
+        json.loads((folder / f"{name}_rank{rank}.json").read_text()) for rank in range(num_ranks)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +38,18 @@ def two_by_two(tmp_path_factory):
         nodes.launch(SCRIPTS / "story.py", str(folder), "all")
         for rank in range(4):
             nodes.wait_for(rank, "LOOPING", timeout_s=HANG_S)
-        found = {"folder": folder, "story": results(folder, "story", 4), "layout": results(folder, "layout", 4)}
+        found = {
+            "folder": folder,
+            "story": results(folder, "story", 4),
+            "layout": results(folder, "layout", 4),
+        }
         found["listening"] = [(name, at) for k in range(2) for name, at in listening(nodes, k)]
         os.kill(nodes.rank_pid(2), signal.SIGKILL)
         found["codes"] = nodes.wait(timeout_s=HANG_S)
         until(lambda: not nodes.pids(0) + nodes.pids(1), nodes.tails)
         found["logs"] = [nodes.rank_log(rank) for rank in range(4)]
-        kinds = [nodes.tmpdir, nodes.shared_memory] if NAMESPACES else [nodes.tmpdir]  # else /dev/shm is the machine's
+        # else /dev/shm is the machine's
+        kinds = [nodes.tmpdir, nodes.shared_memory] if NAMESPACES else [nodes.tmpdir]
         found["files"] = left_in([kind(k) for k in range(2) for kind in kinds])
         yield found
 
@@ -52,7 +59,9 @@ def listening(nodes: Nodes, node: int) -> list[tuple[str, str]]:
     ranks = {nodes.rank_pid(rank) for rank in (2 * node, 2 * node + 1)}
     found = []
     for pid in nodes.pids(node):
-        name = "rank" if pid in ranks else "launcher" if pid == nodes.launcher_pid(node) else "other"
+        name = (
+            "rank" if pid in ranks else "launcher" if pid == nodes.launcher_pid(node) else "other"
+        )
         found += [(f"{name} of node {node}", address) for address in listeners(pid)]
     return found
 
@@ -78,12 +87,17 @@ def test_a_suppressed_load_is_missed_by_more_than_a_tenth_and_healed(two_by_two)
 
 def test_a_lost_load_is_a_wrong_version_on_every_rank(two_by_two):
     for rank, text in enumerate(story(two_by_two, "lost")):
-        assert re.match(rf"WeightVersionError: engine 0 of node {rank // 2} .*update 9 .*update 10", text), text
+        assert re.match(
+            rf"WeightVersionError: engine 0 of node {rank // 2} .*update 9 .*update 10", text
+        ), text
 
 
 def test_a_stale_head_trips_the_alarm_with_node_and_version(two_by_two):
     for rank, text in enumerate(story(two_by_two, "stale_head")):
-        assert text.startswith(f"LogprobDivergenceError: node {rank // 2}, rank {rank}:") and "update 12" in text
+        assert (
+            text.startswith(f"LogprobDivergenceError: node {rank // 2}, rank {rank}:")
+            and "update 12" in text
+        )
 
 
 def test_engines_folders_and_buffers_belong_to_their_node(two_by_two):
@@ -98,17 +112,26 @@ def test_rollouts_do_not_cross_the_link_and_nodes_do_not_see_each_other(two_by_t
     assert story(two_by_two, "visible_folders_of_others") == [[], [], [], []]
     for rank in (0, 2):
         run = two_by_two["story"][rank]
-        extra = {tokens: run[f"bytes_{tokens}"] - run[f"bytes_idle_{tokens}"] for tokens in (16, 512)}
+        extra = {
+            tokens: run[f"bytes_{tokens}"] - run[f"bytes_idle_{tokens}"] for tokens in (16, 512)
+        }
         # A heartbeat more or less has 3,000 bytes; the rollouts of 512 tokens would have 32,000
         assert max(extra.values()) < 16_000, f"rank {rank}: {extra} beyond the idle link, {run}"
 
 
 @pytest.mark.skipif(not NAMESPACES, reason=f"namespaces: {namespaces_available()}")
 def test_another_host_reaches_the_store_and_the_trainers_collectives_only(two_by_two):
-    reached = {(name, address) for name, address in two_by_two["listening"] if address not in ("127.0.0.1", "::1")}
+    reached = {
+        (name, address)
+        for name, address in two_by_two["listening"]
+        if address not in ("127.0.0.1", "::1")
+    }
     ranks = {(f"rank of node {node}", f"10.77.0.{node + 1}") for node in range(2)}  # gloo
-    assert ranks <= reached and {name for name, _ in reached - ranks} == {"launcher of node 0"}, reached
-    assert {"other of node 0", "other of node 1"} <= {name for name, _ in two_by_two["listening"]}  # engines, on lo
+    assert ranks <= reached and {name for name, _ in reached - ranks} == {"launcher of node 0"}, (
+        reached
+    )
+    # engines, on lo
+    assert {"other of node 0", "other of node 1"} <= {name for name, _ in two_by_two["listening"]}
 
 
 def test_sigkill_of_a_local_main_process_ends_everything_with_one_line(two_by_two):
@@ -134,4 +157,5 @@ def test_one_node_of_four_ranks_gives_the_same_completions_and_losses(two_by_two
     assert [rank["world"] for rank in one + two] == [4] * 8
     assert [rank["rows"] for rank in one] == [rank["rows"] for rank in two]
     assert one[0]["losses"] == pytest.approx(two[0]["losses"], rel=1e-5, abs=1e-7)
-    assert len({tuple(ids) for rank in one for _, ids in rank["rows"]}) > 8  # they were sampled, not constant
+    # they were sampled, not constant
+    assert len({tuple(ids) for rank in one for _, ids in rank["rows"]}) > 8

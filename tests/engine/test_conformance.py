@@ -50,7 +50,12 @@ from trl_multinode.wire.stop_signals import PREEMPT_VARIABLE
 from trl_multinode.wire.supervisor import descendants, is_resource_tracker
 
 VOCABULARY = 300  # not a multiple of 64: vLLM pads it, and its loaders then keep what they are given to the end
-EOS, FURTHER_EOS, NO_EOS = 1, 250, 251  # of the tokenizer, of the generation config, of the model's config only
+# of the tokenizer, of the generation config, of the model's config only
+EOS, FURTHER_EOS, NO_EOS = (
+    1,
+    250,
+    251,
+)
 FEATURE = pytest.mark.feature
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6]]
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -83,8 +88,14 @@ def driver_of(tmp_path_factory):
             model = tiny_qwen2(VOCABULARY, tied)
             model.generation_config.eos_token_id, model.config.eos_token_id = [FURTHER_EOS], NO_EOS
             faults = Faults().lose_load(7).lie_about_load(8).stale_head(9).lose_load(62)
-            names = {FAKE: (), REAL: ("SlowTokens",), FORKED: ("SlowTokens", "EvenTokensOnly")}[module]
-            custom = {"logits_processors": [f"{multinode_kit.__name__}.logits_processor:{name}" for name in names]}
+            names = {FAKE: (), REAL: ("SlowTokens",), FORKED: ("SlowTokens", "EvenTokensOnly")}[
+                module
+            ]
+            custom = {
+                "logits_processors": [
+                    f"{multinode_kit.__name__}.logits_processor:{name}" for name in names
+                ]
+            }
             engine = faults.late_outputs(70, 79).engine(module)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv(PREEMPT_VARIABLE, "USR1")
@@ -113,7 +124,9 @@ def trainer(request, driver_of):
 
 
 def generate(trainer, seed: int | None = 11, **changes):
-    requests = [Request(p, 3, None if seed is None else seed + 100 * i) for i, p in enumerate(PROMPTS)]
+    requests = [
+        Request(p, 3, None if seed is None else seed + 100 * i) for i, p in enumerate(PROMPTS)
+    ]
     return trainer.engines.generate(requests, 12, SAMPLING | changes, trainer.version.update)
 
 
@@ -123,16 +136,23 @@ def difference(trainer) -> float:
 
 @OWN_TREE_TOO
 def test_refuses_to_generate_with_dummy_weights(trainer):
-    assert "engine 0 of node 0" in trainer.refused_before_weights and "dummy" in trainer.refused_before_weights
+    assert (
+        "engine 0 of node 0" in trainer.refused_before_weights
+        and "dummy" in trainer.refused_before_weights
+    )
 
 
 @EACH_HEAD
 def test_log_probs_agree_after_sync_and_disagree_before(trainer):
     layers = [{layer_key(meta.name) for meta in bucket} for bucket in trainer.sync.buckets]
-    assert any(a & b for a, b in zip(layers, layers[1:], strict=False)), "no layer is split over two buckets"
+    assert any(a & b for a, b in zip(layers, layers[1:], strict=False)), (
+        "no layer is split over two buckets"
+    )
     for _ in range(3):
         trainer.perturb()
-        assert difference(trainer) > 0.1, "the weights did not move enough for this test to mean anything"
+        assert difference(trainer) > 0.1, (
+            "the weights did not move enough for this test to mean anything"
+        )
         version = trainer.send()
         assert difference(trainer) < 1e-3
         assert {row.version for rows in generate(trainer) for row in rows} == {version}
@@ -148,7 +168,9 @@ def test_weights_with_a_nan_are_refused_before_the_engine_loads_any(trainer):
     with torch.no_grad():
         weight.copy_(kept)
     assert difference(trainer) < 1e-3  # it serves the weights from before
-    assert trainer.engines[0].ask(Await(min_update=trainer.version.update)).version == trainer.version
+    assert (
+        trainer.engines[0].ask(Await(min_update=trainer.version.update)).version == trainer.version
+    )
 
 
 @ITS_OWN_PROCESSES
@@ -162,7 +184,9 @@ def test_row_15_its_processes_ignore_the_signals_that_a_scheduler_sends_to_all(t
             assert ignored & 1 << number - 1, f"{process.cmdline()} obeys signal {number}"
             process.send_signal(number)
     assert difference(trainer) < 1e-3
-    assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    assert all(
+        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
+    )
 
 
 def signal_mask(pid: int, key: str) -> int:
@@ -175,7 +199,9 @@ def signal_mask(pid: int, key: str) -> int:
 def test_a_score_has_its_own_temperature(trainer, temperature):
     ids = [5, 6, 7, 290, 299]
     requests = [trainer.engines[0].post_score(ids, t) for t in (temperature, 1.0)]  # in one batch
-    got, plain = (torch.from_numpy(trainer.engines[0].scored(request).logprobs.copy()) for request in requests)
+    got, plain = (
+        torch.from_numpy(trainer.engines[0].scored(request).logprobs.copy()) for request in requests
+    )
     assert torch.allclose(got, trainer.logprobs([5], ids[1:], temperature), atol=1e-4)
     assert torch.allclose(plain, trainer.logprobs([5], ids[1:]), atol=1e-4)
     assert (got - plain).abs().max() > 0.1
@@ -184,7 +210,11 @@ def test_a_score_has_its_own_temperature(trainer, temperature):
 def test_returns_n_rows_of_bounded_length_per_prompt(trainer):
     groups = generate(trainer, ignore_eos=True)
     assert [[len(row.tokens) for row in rows] for rows in groups] == [[12] * 3] * 2
-    assert all((row.logprobs <= 0).all() and row.logprobs.shape == row.tokens.shape for g in groups for row in g)
+    assert all(
+        (row.logprobs <= 0).all() and row.logprobs.shape == row.tokens.shape
+        for g in groups
+        for row in g
+    )
 
 
 @pytest.mark.parametrize("token", [EOS, FURTHER_EOS])
@@ -213,7 +243,9 @@ def test_a_completion_ends_where_the_context_ends_whatever_its_limit(trainer):
     """`max_completion_length=None` asks for as many tokens as the whole context has."""
     context = trainer.engines.max_model_len
     requests = [Request([5] * (context - 6), 2, seed=3)]
-    (rows,) = trainer.engines.generate(requests, context, SAMPLING | {"ignore_eos": True}, trainer.version.update)
+    (rows,) = trainer.engines.generate(
+        requests, context, SAMPLING | {"ignore_eos": True}, trainer.version.update
+    )
     assert [len(row.tokens) for row in rows] == [6, 6]
 
 
@@ -223,7 +255,9 @@ def test_a_rehearsal_leaves_the_next_samples_as_they_were(trainer, monkeypatch):
     context = trainer.engines.max_model_len
     random = np.random.default_rng(0)
     prompts = [random.integers(5, 290, context - 16).tolist() for _ in range(3)]
-    generation = SimpleNamespace(engines=trainer.engines, sampling=SAMPLING, version=trainer.version)
+    generation = SimpleNamespace(
+        engines=trainer.engines, sampling=SAMPLING, version=trainer.version
+    )
     seeded = [row.tokens.tolist() for rows in generate(trainer) for row in rows]
     drawn = []
     generate_all = trainer.engines.generate
@@ -245,14 +279,19 @@ SETTINGS = {
     "top_k": {"top_k": 20},
     "min_p": {"min_p": 0.3},
     "min_tokens": {"min_tokens": 5, "logit_bias": {EOS: 8.0}},
-    "allowed_token_ids": {"allowed_token_ids": [*range(5, 25)], "repetition_penalty": 1.5, "top_p": 0.9},
+    "allowed_token_ids": {
+        "allowed_token_ids": [*range(5, 25)],
+        "repetition_penalty": 1.5,
+        "top_p": 0.9,
+    },
     "logit_bias": {"logit_bias": {7: 2.0, 9: 1.0}},
     "repetition_penalty": {"repetition_penalty": 3.0},
 }
 
 
 @pytest.mark.parametrize(
-    "settings", [pytest.param(SETTINGS[x], marks=FEATURE("Generation", f"`{x}`"), id=x) for x in SETTINGS]
+    "settings",
+    [pytest.param(SETTINGS[x], marks=FEATURE("Generation", f"`{x}`"), id=x) for x in SETTINGS],
 )
 def test_log_probs_are_over_the_whole_vocabulary(trainer, settings):
     for temperature in (1.0, 0.7):
@@ -263,8 +302,13 @@ def test_log_probs_are_over_the_whole_vocabulary(trainer, settings):
 @ONLY_VLLM
 def test_log_probs_are_over_the_whole_vocabulary_under_a_custom_logits_processor(trainer):
     """No setting of vLLM's own masks a token of these requests."""
-    rows = [row for rows in generate(trainer, extra_args={"even_tokens_only": True}) for row in rows]
-    assert all((row.tokens % 2 == 0).all() for row in rows) and len({tuple(row.tokens) for row in rows}) > 1
+    rows = [
+        row for rows in generate(trainer, extra_args={"even_tokens_only": True}) for row in rows
+    ]
+    assert (
+        all((row.tokens % 2 == 0).all() for row in rows)
+        and len({tuple(row.tokens) for row in rows}) > 1
+    )
     check_log_probs(trainer, {"extra_args": {"even_tokens_only": True}, "temperature": 0.7})
 
 
@@ -272,7 +316,10 @@ def check_log_probs(trainer, settings: dict) -> None:
     """Compare the engine's log-probs with the closed form, and its tokens with the settings."""
     for prompt, rows in zip(PROMPTS, generate(trainer, **settings), strict=True):
         for row in rows:
-            scores, tokens = closed_form(trainer, prompt, row.tokens.tolist(), settings), row.tokens.astype(int)
+            scores, tokens = (
+                closed_form(trainer, prompt, row.tokens.tolist(), settings),
+                row.tokens.astype(int),
+            )
             whole = scores.gather(1, torch.from_numpy(tokens)[:, None])[:, 0]
             assert torch.allclose(torch.from_numpy(row.logprobs.copy()), whole, rtol=0, atol=1e-4)
             assert all(is_kept(*each, settings) for each in zip(scores, tokens, strict=True))
@@ -296,7 +343,9 @@ def closed_form(trainer, prompt: list[int], tokens: list[int], settings: dict) -
 def is_kept(scores: torch.Tensor, token: int, settings: dict) -> bool:
     """Whether `allowed_token_ids`, `top_k`, `top_p` and `min_p` keep this token."""
     allowed = settings.get("allowed_token_ids", range(len(scores)))
-    scores = torch.full_like(scores, -torch.inf).index_copy(0, torch.tensor(allowed), scores[list(allowed)])
+    scores = torch.full_like(scores, -torch.inf).index_copy(
+        0, torch.tensor(allowed), scores[list(allowed)]
+    )
     likelier = scores.softmax(-1)[scores > scores[token]]
     least = scores.max() + math.log(settings.get("min_p") or 1e-30)
     return (
@@ -341,7 +390,9 @@ def test_a_completion_that_ended_no_longer_counts_as_running(trainer):
     before = row_seconds()
     # Many rows and few tokens, because a model with tied embeddings often repeats one token to the limit
     sampling = SAMPLING | {"temperature": 2.0, "allowed_token_ids": [EOS, 100, 102, 104]}
-    (rows,) = trainer.engines.generate([Request([5, 6, 7], 16, 2)], 60, sampling, trainer.version.update)
+    (rows,) = trainer.engines.generate(
+        [Request([5, 6, 7], 16, 2)], 60, sampling, trainer.version.update
+    )
     after = row_seconds()
     lengths = [len(row.tokens) for row in rows]
     assert min(lengths) < max(lengths)
@@ -350,11 +401,15 @@ def test_a_completion_that_ended_no_longer_counts_as_running(trainer):
 
 
 @pytest.mark.nightly  # `clean` and `doctor` read it
-@on(OWN_TREE_TIED)  # the others are forks, and have the environment of the process that they were forked from
+# the others are forks, and have the environment of the process that they were forked from
+@on(OWN_TREE_TIED)
 def test_the_environment_of_every_process_can_be_read(trainer):
     """The titles of vLLM's processes would overwrite it."""
     engine = trainer.engines[0].ready.pid
-    for pid in (engine, *(process.pid for process in descendants(engine) if not is_resource_tracker(process))):
+    for pid in (
+        engine,
+        *(process.pid for process in descendants(engine) if not is_resource_tracker(process)),
+    ):
         assert b"VLLM_HOST_IP=127.0.0.1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
@@ -369,7 +424,10 @@ def test_a_lost_load_is_a_wrong_version(trainer):
 @ONLY_VLLM
 @pytest.mark.parametrize(
     ("name_end", "named"),
-    [("1.self_attn.k_proj.weight", r"qkv_proj \(\d+ of \d+ "), ("model.norm.weight", r"model\.norm ")],
+    [
+        ("1.self_attn.k_proj.weight", r"qkv_proj \(\d+ of \d+ "),
+        ("model.norm.weight", r"model\.norm "),
+    ],
 )
 def test_a_layer_that_does_not_get_all_its_weights_is_named(trainer, name_end, named):
     source = ModuleSource(trainer.model, torch.float32)
@@ -397,7 +455,9 @@ def test_a_load_that_lies_shows_in_log_probs_and_is_healed_by_the_next(trainer):
 
 def has_packed_head(trainer) -> bool:
     """Whether the head is tied and the engine keeps a packed copy of it: vLLM 0.26 has none on a CPU."""
-    return trainer.model.config.tie_word_embeddings and not trainer.engines[0].ready.vllm_version.startswith("0.26")
+    return trainer.model.config.tie_word_embeddings and not trainer.engines[
+        0
+    ].ready.vllm_version.startswith("0.26")
 
 
 def test_an_engine_whose_weights_give_nan_is_an_alarm_until_the_next_update(trainer):
@@ -408,7 +468,8 @@ def test_an_engine_whose_weights_give_nan_is_an_alarm_until_the_next_update(trai
     norm.copy_(good)  # the trainer has numbers
     for seed in (11, None):
         groups = generate(trainer, seed, ignore_eos=True)
-        assert {token for rows in groups for row in rows for token in row.tokens.tolist()} == {0}  # no error of vLLM's
+        # no error of vLLM's
+        assert {token for rows in groups for row in rows for token in row.tokens.tolist()} == {0}
         assert all(np.isnan(row.logprobs).all() for rows in groups for row in rows)
         with pytest.raises(LogprobDivergenceError, match=r"100.0 % .* \(72 of 72\) .* engine"):
             compare_like_a_round(trainer, groups)
@@ -422,8 +483,12 @@ def compare_like_a_round(trainer, groups) -> None:
     """Run the check of every round on completions that the engine has just generated."""
     rows = [(prompt, row) for prompt, rows in zip(PROMPTS, groups, strict=True) for row in rows]
     output = {
-        "old_per_token_logps": torch.stack([trainer.logprobs(p, row.tokens.tolist()) for p, row in rows]),
-        "sampling_per_token_logps": torch.stack([torch.from_numpy(row.logprobs.copy()) for _, row in rows]),
+        "old_per_token_logps": torch.stack(
+            [trainer.logprobs(p, row.tokens.tolist()) for p, row in rows]
+        ),
+        "sampling_per_token_logps": torch.stack(
+            [torch.from_numpy(row.logprobs.copy()) for _, row in rows]
+        ),
         "completion_mask": torch.ones(len(rows), 12),
     }
     updates = SimpleNamespace(divergence_limit=0.02)
@@ -436,7 +501,11 @@ def compare_like_a_round(trainer, groups) -> None:
 
 def test_rows_under_way_are_returned_as_far_as_they_are_made(trainer):
     prompts = [[5, 6, 7 + row] for row in range(16)]
-    for num_tokens in (30, *NUM_TOKENS):  # rows of a fast engine, or on a busy machine, may end before it answers
+    # rows of a fast engine, or on a busy machine, may end before it answers
+    for num_tokens in (
+        30,
+        *NUM_TOKENS,
+    ):
         rows = RowsUnderWay(trainer, prompts, num_tokens, 1e-4, seeded=False)
         so_far = rows.wait_for_a_token()
         rows.results()
@@ -453,12 +522,15 @@ def test_rows_under_way_are_returned_as_far_as_they_are_made(trainer):
 
 @OWN_TREE_TOO
 @pytest.mark.parametrize("recompute_kv", [False, True])
-def test_running_rows_continue_with_new_weights_and_every_token_has_the_log_prob_of_its_own(trainer, recompute_kv):
+def test_running_rows_continue_with_new_weights_and_every_token_has_the_log_prob_of_its_own(
+    trainer, recompute_kv
+):
     # recomputed rows do not fit into one step of 96 tokens, which once ended a CPU engine with seeds
     found = generate_while_sending(trainer, recompute_kv, seeded=recompute_kv)
     assert found.mixed_share > 0.3
     assert found.difference(recomputed=recompute_kv) < LIMIT
-    assert found.difference(recomputed=not recompute_kv) > 1e-3  # keys and values of other weights matter
+    # keys and values of other weights matter
+    assert found.difference(recomputed=not recompute_kv) > 1e-3
     assert difference(trainer) < 1e-3
 
 
@@ -477,10 +549,14 @@ def test_a_request_after_a_swap_in_flight_reads_no_cache_of_older_weights(traine
 def test_a_seeded_prompt_that_takes_several_steps_gives_the_same_row(trainer):
     prompt = [5 + i % 290 for i in range(200)]
     alone, twice = (
-        trainer.engines.generate([Request(prompt, 1, 3)] * count, 8, SAMPLING, trainer.version.update)
+        trainer.engines.generate(
+            [Request(prompt, 1, 3)] * count, 8, SAMPLING, trainer.version.update
+        )
         for count in (1, 2)
     )
-    assert {tuple(rows[0].tokens.tolist()) for rows in (*alone, *twice)} == {tuple(alone[0][0].tokens.tolist())}
+    assert {tuple(rows[0].tokens.tolist()) for rows in (*alone, *twice)} == {
+        tuple(alone[0][0].tokens.tolist())
+    }
 
 
 def test_a_swap_in_flight_that_is_lost_ends_the_running_rows_and_the_next_update_heals(trainer):

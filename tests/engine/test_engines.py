@@ -34,7 +34,8 @@ def check_planned_cache(model, log: str) -> None:
     """`trl-multinode plan` counts as many blocks of the cache as vLLM, which logs their tokens."""
     budget = int(CPU_ENVIRONMENT["VLLM_CPU_KVCACHE_SPACE"]) << 30  # of each worker
     (tokens,) = re.findall(r"CPU KV cache size: ([\d,]+) tokens", log)
-    planned = cache_blocks(size_of(model), budget, tensor_parallel=2, element_bytes=4)  # the engine's float32
+    # the engine's float32
+    planned = cache_blocks(size_of(model), budget, tensor_parallel=2, element_bytes=4)
     assert planned == pytest.approx(int(tokens.replace(",", "")) / BLOCK_TOKENS, rel=0.02)
 
 
@@ -46,7 +47,9 @@ def generate(engines, num_requests: int = 2):
 @FEATURE("Generation", "`bad_words`")
 @FEATURE("Generation", "`vllm_structured_outputs_regex`")
 @pytest.mark.parametrize(
-    ("module", "tied"), [(TREE, True), pytest.param(FORKED, False, marks=pytest.mark.nightly)], ids=["tied", "untied"]
+    ("module", "tied"),
+    [(TREE, True), pytest.param(FORKED, False, marks=pytest.mark.nightly)],
+    ids=["tied", "untied"],
 )
 def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(
     module, tied, tmp_path, capsys, monkeypatch
@@ -63,7 +66,8 @@ def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(
             check_log_probs(trainer, settings)
         trainer.perturb()
         assert worst_difference(trainer, generate(engines), PROMPTS) > 0.1
-        assert 0.0 < kv_use(trainer) == kv_use(trainer, send=False) < 0.1  # every rank of a node reads the same
+        # every rank of a node reads the same
+        assert 0.0 < kv_use(trainer) == kv_use(trainer, send=False) < 0.1
         assert kv_use(trainer) == 0.0  # no request since the last update
     ready = re.search(r"1 engine\(s\) ready after \d+ s \((.*)\)", capsys.readouterr().out)
     # a stage that is over between two reads of the log has no seconds
@@ -73,9 +77,14 @@ def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(
     last_words = (tmp_path / "engine0.log").read_text().split("engine 0: ready after")[1]
     # of vLLM and multiprocessing at the end, seen on slow machines; test_leftovers.py looks for what stays behind
     slow = ("[shutdown]", "resource_tracker")
-    ours = "\n".join(line for line in last_words.splitlines() if not any(word in line for word in slow))
-    assert not re.findall(r"(?im)^.*(?:\bkill|sigkill|terminated|\bended|\berror|traceback).*$", ours)
-    assert "Failed to load weights" not in ours  # a harmless line of every update, at a level below ERROR
+    ours = "\n".join(
+        line for line in last_words.splitlines() if not any(word in line for word in slow)
+    )
+    assert not re.findall(
+        r"(?im)^.*(?:\bkill|sigkill|terminated|\bended|\berror|traceback).*$", ours
+    )
+    # a harmless line of every update, at a level below ERROR
+    assert "Failed to load weights" not in ours
     check_planned_cache(model, (tmp_path / "engine0.log").read_text())
     # vLLM's own for two CPU workers under the usage context; without one it is 2048
     assert "max_num_batched_tokens=8192" in (tmp_path / "engine0.log").read_text()

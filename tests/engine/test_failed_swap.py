@@ -79,10 +79,16 @@ async def swap_beside_a_row(backend: Freezing) -> tuple[list, list]:
     await server._weights.begin(0)
     await server._weights.end(1, FIRST)
     row, sender = Rank(server), Rank(server)
-    request = Generate(prompt=pack_ids([5]), num_completions=1, max_tokens=9, sampling={}, min_update=1)
+    request = Generate(
+        prompt=pack_ids([5]), num_completions=1, max_tokens=9, sampling={}, min_update=1
+    )
     running = asyncio.create_task(row.ask(request))
     await asyncio.sleep(0)
-    for message in (BeginUpdate(version=SECOND, in_flight=True), LoadBucket(bucket=0, slot=0), CommitUpdate()):
+    for message in (
+        BeginUpdate(version=SECOND, in_flight=True),
+        LoadBucket(bucket=0, slot=0),
+        CommitUpdate(),
+    ):
         if not isinstance(await sender.ask(message), Done):
             break
     if backend.calls[-1] == "resumed":

@@ -15,10 +15,19 @@ from left_behind import left_in
 from multinode_kit.namespaces import Namespaces, namespaces_available
 
 SCRIPT = Path(__file__).parents[1] / "isolated.py"
-SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "PYTHON_SECRET", "CUDA_PASSWORD", "NCCL_CREDENTIALS")
+SECRETS = (
+    "HF_TOKEN",
+    "WANDB_API_KEY",
+    "VLLM_API_KEY",
+    "PYTHON_SECRET",
+    "CUDA_PASSWORD",
+    "NCCL_CREDENTIALS",
+)
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(namespaces_available() is not None, reason=f"namespaces: {namespaces_available()}"),
+    pytest.mark.skipif(
+        namespaces_available() is not None, reason=f"namespaces: {namespaces_available()}"
+    ),
 ]
 
 
@@ -29,15 +38,24 @@ class Node:
         self._network, self._folder = network, folder
         self._hosts = folder / "hosts"
         self._hosts.write_text(f"127.0.0.1 localhost\n{network.address(0)} {os.uname().nodename}\n")
-        self.temporary = tempfile.mkdtemp(prefix="iso", dir="/tmp")  # short: sockets have their paths in it
+        # short: sockets have their paths in it
+        self.temporary = tempfile.mkdtemp(prefix="iso", dir="/tmp")
         self.canary = f"canary{secrets.token_hex(8)}"
 
     def run(self, *command: str) -> subprocess.CompletedProcess:
-        named = ["/bin/sh", "-c", 'mount --bind "$1" /etc/hosts && shift && exec "$@"', "named", str(self._hosts)]
+        named = [
+            "/bin/sh",
+            "-c",
+            'mount --bind "$1" /etc/hosts && shift && exec "$@"',
+            "named",
+            str(self._hosts),
+        ]
         environment = os.environ | dict.fromkeys(SECRETS, self.canary) | {"TMPDIR": self.temporary}
         environment |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_SERVER_DEV_MODE": "1"}
         enter = self._network.enter(0, Path(self.temporary))
-        return subprocess.run([*enter, *named, *command], env=environment, capture_output=True, text=True, timeout=400)
+        return subprocess.run(
+            [*enter, *named, *command], env=environment, capture_output=True, text=True, timeout=400
+        )
 
     def left(self) -> list[str]:
         places = self._network.tmpdir(0), self._network.shared_memory(0)
@@ -66,7 +84,9 @@ def node(tmp_path):
 
 
 @pytest.mark.parametrize(("workers", "end"), [(1, "orderly"), (2, "kill")])
-def test_row_38_a_real_engine_is_reached_by_no_other_host_and_leaves_nothing(workers, end, node, tmp_path):
+def test_row_38_a_real_engine_is_reached_by_no_other_host_and_leaves_nothing(
+    workers, end, node, tmp_path
+):
     done = node.run(sys.executable, str(SCRIPT), str(tmp_path), str(workers), end)
     assert done.returncode == (-9 if end == "kill" else 0), done.stdout + done.stderr[-3000:]
     processes = json.loads((tmp_path / "facts.json").read_text())
@@ -74,12 +94,24 @@ def test_row_38_a_real_engine_is_reached_by_no_other_host_and_leaves_nothing(wor
     assert len(listeners) > 5 and set(listeners) == {"127.0.0.1"}, listeners
     for process in processes:
         names = {entry.partition("=")[0] for entry in process["environment"]}
-        assert not names & {*SECRETS, "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE"}, process["title"]
-        assert not any(node.canary in entry for entry in (*process["environment"], process["title"]))
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and node.canary.encode() in path.read_bytes()]
+        assert not names & {
+            *SECRETS,
+            "VLLM_ALLOW_INSECURE_SERIALIZATION",
+            "VLLM_SERVER_DEV_MODE",
+        }, process["title"]
+        assert not any(
+            node.canary in entry for entry in (*process["environment"], process["title"])
+        )
+    assert not [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and node.canary.encode() in path.read_bytes()
+    ]
     if end == "kill":
         left = node.left()
-        assert [name for name in left if name.startswith("psm_")] and [name for name in left if "-cpushm_" in name]
+        assert [name for name in left if name.startswith("psm_")] and [
+            name for name in left if "-cpushm_" in name
+        ]
         (removed,) = node.clean()
         assert removed.endswith("bytes  removed")
     assert node.left() == []

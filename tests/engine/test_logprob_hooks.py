@@ -21,7 +21,12 @@ from trl_multinode.wire.sampling import TRUNCATING
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 SCRIPT = Path(__file__).parent / "v2_on_cpu.py"
-UNCHANGED = {"plain", "temperature", "score plain"}  # vLLM's own log-probs are over the whole vocabulary
+# vLLM's own log-probs are over the whole vocabulary
+UNCHANGED = {
+    "plain",
+    "temperature",
+    "score plain",
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,9 @@ def v2() -> dict | None:
     """
     if not v2_can_be_extended():
         return None
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -41,8 +48,15 @@ def test_v2_returns_log_probs_over_the_whole_vocabulary_and_scores_at_a_temperat
     if v2 is not None:
         assert v2["reason"] == "" and max(v2["after"].values()) < 1e-5
         before = v2["before"]
-        assert all((difference < 1e-5) == (name in UNCHANGED) for name, difference in before.items()), before
-        for step in ("only_grammar", "only_plain", "custom"):  # no other setting in the step; a user's processor
+        assert all(
+            (difference < 1e-5) == (name in UNCHANGED) for name, difference in before.items()
+        ), before
+        # no other setting in the step; a user's processor
+        for step in (
+            "only_grammar",
+            "only_plain",
+            "custom",
+        ):
             assert max(v2[step].values()) < 1e-5, step
 
 
@@ -75,7 +89,10 @@ def test_v1_undoes_the_masks_of_custom_processors_and_keeps_their_finite_changes
             presence_penalties=none, repetition_penalties=one, output_token_ids=[[]], allowed_token_ids_mask=None,
             bad_words_token_ids={}, logitsprocs=processors,
         )  # fmt: skip
-        config, sampler = SimpleNamespace(use_v2_model_runner=False, speculative_config=None), Sampler()
+        config, sampler = (
+            SimpleNamespace(use_v2_model_runner=False, speculative_config=None),
+            Sampler(),
+        )
         sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "processed_logprobs"
         settings = SimpleNamespace(sampling_params=SimpleNamespace(**dict.fromkeys(TRUNCATING)))
         model_runner = SimpleNamespace(
@@ -100,11 +117,15 @@ def test_v1_undoes_the_masks_of_custom_processors_and_keeps_their_finite_changes
 
 def runner(**changes) -> tuple[SimpleNamespace, SimpleNamespace]:
     """vLLM's config and a model runner with as little as the extensions of V2 need before they fail."""
-    config = SimpleNamespace(use_v2_model_runner=True, speculative_config=changes.get("speculative_config"))
+    config = SimpleNamespace(
+        use_v2_model_runner=True, speculative_config=changes.get("speculative_config")
+    )
     sampler = SimpleNamespace(sampling_states=SimpleNamespace(temperature=None))
     scorer = SimpleNamespace(compute_prompt_logprobs=None)
     return config, SimpleNamespace(
-        sampler=changes.get("sampler", sampler), prompt_logprobs_worker=scorer, structured_outputs_worker=None
+        sampler=changes.get("sampler", sampler),
+        prompt_logprobs_worker=scorer,
+        structured_outputs_worker=None,
     )
 
 

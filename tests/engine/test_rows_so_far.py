@@ -33,7 +33,9 @@ class Backend:
 
     async def generate(self, request, growing):
         prompt = unpack_ids(request.prompt).tolist()
-        row = CompletionBuffer([7, LAST] if prompt == [5] else [7], [-1.0, -1.0] if prompt == [5] else [-1.0])
+        row = CompletionBuffer(
+            [7, LAST] if prompt == [5] else [7], [-1.0, -1.0] if prompt == [5] else [-1.0]
+        )
         row.complete = prompt == [5]
         growing.rows = [row]
         self.num_shown += 1
@@ -72,7 +74,8 @@ async def peek_beside_an_ended_row() -> list:
     while backend.num_shown < 2:
         await asyncio.sleep(0.01)
     reader.feed_data(frame(Peek(request_id=3)))
-    for _ in range(20):  # turns of the event loop, in which the server takes the request and can do no more
+    # turns of the event loop, in which the server takes the request and can do no more
+    for _ in range(20):
         await asyncio.sleep(0)
     backend.reply.set()
     while len(writer.replies) < 3:

@@ -10,7 +10,10 @@ pytestmark = pytest.mark.nightly  # test_conformance.py has a seeded prompt of s
 
 def draw(generators: RewindingGenerators) -> dict[int, float]:
     """As vLLM's sampler, which draws for every row."""
-    return {row: torch.empty(1).exponential_(generator=generator).item() for row, generator in generators.items()}
+    return {
+        row: torch.empty(1).exponential_(generator=generator).item()
+        for row, generator in generators.items()
+    }
 
 
 def seeded(*seeds: int) -> dict[int, torch.Generator]:

@@ -69,18 +69,27 @@ def test_the_installed_vllm_still_writes_the_phrases_that_begin_a_stage():
     files = {
         "Resolved architecture:": ["config/model.py"],
         "Initializing a V1 LLM engine": ["v1/engine/core.py"],
-        "Starting to load model": ["v1/worker/gpu_model_runner.py", "v1/worker/cpu_model_runner.py"],
+        "Starting to load model": [
+            "v1/worker/gpu_model_runner.py",
+            "v1/worker/cpu_model_runner.py",
+        ],
         "Loading model from scratch": ["v1/worker/gpu/model_runner.py"],
         "Model loading took": ["v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"],
         "vLLM's torch.compile": ["compilation/backends.py"],
         "KV cache size:": ["v1/core/kv_cache_utils.py"],
-        "Capturing CUDA graphs": ["v1/worker/gpu_model_runner.py", "v1/worker/gpu/cudagraph_utils.py"],
+        "Capturing CUDA graphs": [
+            "v1/worker/gpu_model_runner.py",
+            "v1/worker/gpu/cudagraph_utils.py",
+        ],
         "See root cause above": ["v1/engine/utils.py"],
         "exception in a background process": ["v1/executor/multiproc_executor.py"],
         "EngineCore failed to start": ["v1/engine/core.py"],
         "WorkerProc failed to start": ["v1/executor/multiproc_executor.py"],
     }
-    assert {*(phrase for _, phrases in STAGES for phrase in phrases), *start_log.FAILED} <= files.keys()
+    assert {
+        *(phrase for _, phrases in STAGES for phrase in phrases),
+        *start_log.FAILED,
+    } <= files.keys()
     package = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
     moved = [(phrase, name) for phrase, names in files.items() for name in names
              if phrase not in " ".join((package / name).read_text().replace('"', "").split())]  # fmt: skip
@@ -124,8 +133,12 @@ sys.exit(1)
         "engine 0 of node 0 did not start: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. "
         f"Log: {engine.log_path} (stage of its start: imports)"
     )
-    (note,) = caught.value.__notes__  # Python prints it with the traceback, and the other ranks do not repeat it
-    assert note.splitlines() == [f"Last 20 lines of {engine.log_path}:", *written.splitlines()[-20:]]
+    # Python prints it with the traceback, and the other ranks do not repeat it
+    (note,) = caught.value.__notes__
+    assert note.splitlines() == [
+        f"Last 20 lines of {engine.log_path}:",
+        *written.splitlines()[-20:],
+    ]
 
 
 @pytest.mark.real
@@ -135,7 +148,10 @@ def test_a_start_that_failed_ends_the_wait_although_a_process_stays(starting, mo
     monkeypatch.setattr(process, "FAILED_S", 0.5)
     words = "\n".join([*FAILED[:3], f"{CORE}EngineCore failed to start."])
     engine = starting(f"import time; print({words!r}, flush=True); time.sleep({HANG_S})")
-    with pytest.raises(EngineStartError, match=r"engine 0 of node 0 failed to start: torch.OutOfMemoryError: .*stay"):
+    with pytest.raises(
+        EngineStartError,
+        match=r"engine 0 of node 0 failed to start: torch.OutOfMemoryError: .*stay",
+    ):
         wait_until_ready([engine], HANG_S, print)
     assert engine.is_alive()
 
@@ -146,8 +162,13 @@ def test_a_start_that_failed_ends_the_wait_although_a_process_stays(starting, mo
 def test_progress_names_the_stage_of_each_engine_and_the_time_that_is_left(starting, monkeypatch):
     monkeypatch.setattr(process, "PROGRESS_EVERY_S", 0.5)
     lines: list[str] = []
-    slow = starting(f"import time; print('INFO Starting to load model x...', flush=True); time.sleep({HANG_S})")
-    until(lambda: slow.log_path.exists() and "Starting" in slow.log_path.read_text(), "the engine writes its stage")
+    slow = starting(
+        f"import time; print('INFO Starting to load model x...', flush=True); time.sleep({HANG_S})"
+    )
+    until(
+        lambda: slow.log_path.exists() and "Starting" in slow.log_path.read_text(),
+        "the engine writes its stage",
+    )
     with pytest.raises(EngineStartError, match=r"engine 0 .* 2 s \(imports \d+ s, weights \d+ s\)"):
         wait_until_ready([slow], 2.0, lines.append)
     assert any(re.fullmatch(r"1 engine.* \d of 2 s: engine 0 weights", line) for line in lines)

@@ -88,7 +88,11 @@ def test_ranks_that_decide_at_once_spread_their_requests_evenly_and_give_all_bac
 
 def test_the_fewest_tokens_win_among_the_engines_with_room(tmp_path):
     mine, neighbour = EngineLoad(tmp_path / "board", 3), EngineLoad(tmp_path / "board", 3)
-    assert [mine.take(100, [0, 1, 2]), neighbour.take(10, [0, 1, 2]), mine.take(50, [0, 1])] == [0, 1, 1]
+    assert [mine.take(100, [0, 1, 2]), neighbour.take(10, [0, 1, 2]), mine.take(50, [0, 1])] == [
+        0,
+        1,
+        1,
+    ]
     assert neighbour.take(1, [0, 1]) == 1 and neighbour.take(1, [0, 1, 2]) == 2
     neighbour.give_back(0, 100)
     assert mine.take(1, [0, 1, 2]) == 0
@@ -143,13 +147,22 @@ def test_answers_come_in_the_order_of_the_requests_from_whichever_engine(engines
 
 
 @pytest.mark.fault("4")
-def test_a_stopped_engine_is_a_stall_in_time_and_what_it_says_later_is_not_taken_for_an_answer(engines):
-    limit_s, pid = 4.0, engines[1].ready.pid  # only the stopped one can reach it: the other ends its rows at once
+def test_a_stopped_engine_is_a_stall_in_time_and_what_it_says_later_is_not_taken_for_an_answer(
+    engines,
+):
+    # only the stopped one can reach it: the other ends its rows at once
+    limit_s, pid = (
+        4.0,
+        engines[1].ready.pid,
+    )
     with another_rank(engines, stall_timeout_s=limit_s) as rank:
         os.kill(pid, signal.SIGSTOP)
         try:
             start = time.monotonic()
-            with pytest.raises(EngineStalledError, match=r"Rank 1 \(node 0\): engine 1 of node 0 .* 3 requests open"):
+            with pytest.raises(
+                EngineStalledError,
+                match=r"Rank 1 \(node 0\): engine 1 of node 0 .* 3 requests open",
+            ):
                 rank.generate(requests(6), 4, SAMPLING, 1)
             assert time.monotonic() - start >= limit_s
         finally:
@@ -192,7 +205,9 @@ def collected(stream, count: int) -> list:
 
 def rows_of(group: int, count: int, length: int = 3) -> list[Request]:
     return [
-        Request([5 + group] * length, seed=10 * group + row, min_update=1, group=(group, 0), row=row)
+        Request(
+            [5 + group] * length, seed=10 * group + row, min_update=1, group=(group, 0), row=row
+        )
         for row in range(count)
     ]
 
@@ -207,9 +222,17 @@ def test_a_stream_takes_rows_while_others_run_and_returns_those_of_a_request_of_
         assert stream.rows_left == rank.rows_left == 0
         stream.close()
     with another_rank(engines) as rank:
-        together = rank.generate([Request([5 + group] * 3, 4, 10 * group) for group in (1, 2)], 4, SAMPLING, 1)
-    expected = {(g, i): row.tokens.tolist() for g, rows in enumerate(together, 1) for i, row in enumerate(rows)}
-    assert {(request.group[0], request.row): row.tokens.tolist() for request, (row,) in ended} == expected
+        together = rank.generate(
+            [Request([5 + group] * 3, 4, 10 * group) for group in (1, 2)], 4, SAMPLING, 1
+        )
+    expected = {
+        (g, i): row.tokens.tolist()
+        for g, rows in enumerate(together, 1)
+        for i, row in enumerate(rows)
+    }
+    assert {
+        (request.group[0], request.row): row.tokens.tolist() for request, (row,) in ended
+    } == expected
     assert np.fromfile(board(engines), dtype=np.int64).tolist() == [0, 0]
 
 
@@ -260,8 +283,11 @@ def test_a_stream_that_is_closed_writes_into_no_file_that_has_its_numbers_now(tm
         file.close()
 
 
-def test_a_killed_engine_is_named_and_a_normal_end_of_the_other_leaves_nothing(tmp_path, monkeypatch):
-    ends: dict[int, int | None] = {}  # exit code by engine; None: it was still running when `stop` gave up
+def test_a_killed_engine_is_named_and_a_normal_end_of_the_other_leaves_nothing(
+    tmp_path, monkeypatch
+):
+    # exit code by engine; None: it was still running when `stop` gave up
+    ends: dict[int, int | None] = {}
     kill = EngineProcess.kill
 
     def noted_kill(process: EngineProcess) -> None:
@@ -279,6 +305,8 @@ def test_a_killed_engine_is_named_and_a_normal_end_of_the_other_leaves_nothing(t
         os.kill(pids[0], signal.SIGKILL)
         with pytest.raises(EngineDiedError, match="engine 0 of node 0 .*engine0.log"):
             engines.generate(requests(4), 200, SAMPLING, 1)
-    assert ends == {0: -signal.SIGKILL, 1: 0}, "the engine that lives was not told to end, and ran into a deadline"
+    assert ends == {0: -signal.SIGKILL, 1: 0}, (
+        "the engine that lives was not told to end, and ran into a deadline"
+    )
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert not folder.exists()

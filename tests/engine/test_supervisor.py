@@ -47,7 +47,11 @@ def test_a_process_that_ended_after_it_was_listed_has_no_title():
         (listed,) = [child for child in descendants() if child.pid == process.pid]
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert listed.status() == psutil.STATUS_ZOMBIE and title_of(listed) == "" and not is_resource_tracker(listed)
+        assert (
+            listed.status() == psutil.STATUS_ZOMBIE
+            and title_of(listed) == ""
+            and not is_resource_tracker(listed)
+        )
     assert title_of(listed) == "" and not is_resource_tracker(listed)
 
 
@@ -64,7 +68,9 @@ def test_an_engine_that_ends_does_not_wait_for_the_tracker_of_its_shared_memory(
         "killed = []; psutil.Process.kill = lambda process: killed.append(process.pid)\n"
         "release_resource_tracker(); kill_descendants(120.0); print(killed)"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert ended.stdout == "[]\n"
 
 

@@ -7,7 +7,13 @@ import pytest
 from trl_multinode.engine.client import EngineClient, wrong_spans
 from trl_multinode.engine_process.backend import CompletionBuffer
 from trl_multinode.errors import WeightVersionError
-from trl_multinode.wire.messages import Completion, Completions, VersionSpan, WeightVersion, pack_ids
+from trl_multinode.wire.messages import (
+    Completion,
+    Completions,
+    VersionSpan,
+    WeightVersion,
+    pack_ids,
+)
 
 FIRST, SECOND, THIRD = WeightVersion(3, 30), WeightVersion(4, 40), WeightVersion(5, 50)
 SENT = {3: 30, 4: 40, 5: 50}
@@ -54,22 +60,33 @@ def test_a_swap_divides_a_row_where_it_was_frozen(swaps, num_tokens, expected):
         ([(3, 2), (6, 4)], 4, "no update 6 with that step was sent; the last one is 5"),
     ],
 )
-def test_only_spans_that_cover_the_tokens_with_rising_sent_versions_are_accepted(found, num_tokens, wrong):
+def test_only_spans_that_cover_the_tokens_with_rising_sent_versions_are_accepted(
+    found, num_tokens, wrong
+):
     reason = wrong_spans(spans(*found), num_tokens, SENT)
     assert (reason is None) if wrong is None else wrong in reason
-    assert "no update 3" in wrong_spans((VersionSpan(3, 31, 4),), 4, SENT)  # another step than the one sent
+    # another step than the one sent
+    assert "no update 3" in wrong_spans((VersionSpan(3, 31, 4),), 4, SENT)
 
 
 def completions(*rows: tuple[VersionSpan, ...], lengths: list[int]) -> Completions:
     pairs = zip(rows, lengths, strict=True)
     return Completions(
-        rows=tuple(Completion(pack_ids(range(length)), bytes(4 * length), versions) for versions, length in pairs)
+        rows=tuple(
+            Completion(pack_ids(range(length)), bytes(4 * length), versions)
+            for versions, length in pairs
+        )
     )
 
 
 def client() -> EngineClient:
     client = EngineClient.__new__(EngineClient)
-    client._sent, client.index, client.name, client._where = SENT, 1, "engine 1 of node 0", "Rank 2 (node 0)"
+    client._sent, client.index, client.name, client._where = (
+        SENT,
+        1,
+        "engine 1 of node 0",
+        "Rank 2 (node 0)",
+    )
     client._connection = SimpleNamespace(log_path="logs/engine1.log")
     return client
 
@@ -77,6 +94,13 @@ def client() -> EngineClient:
 def test_a_rank_gets_every_rows_spans_and_refuses_wrong_ones():
     good = spans((3, 1), (4, 3)), spans((4, 2))
     first, second = client().rows(completions(*good, lengths=[3, 2]))
-    assert (first.version, first.versions, second.version, second.versions) == (FIRST, good[0], SECOND, good[1])
-    with pytest.raises(WeightVersionError, match=r"Rank 2 \(node 0\): engine 1 of node 0 .* 3 tokens "):
+    assert (first.version, first.versions, second.version, second.versions) == (
+        FIRST,
+        good[0],
+        SECOND,
+        good[1],
+    )
+    with pytest.raises(
+        WeightVersionError, match=r"Rank 2 \(node 0\): engine 1 of node 0 .* 3 tokens "
+    ):
         client().rows(completions(spans((3, 2)), lengths=[3]))

@@ -15,7 +15,11 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from trl_multinode.engine_keys import FOREIGN_GENERATION_KEYS, REFUSED_GENERATION_KEYS, sampling_keys
+from trl_multinode.engine_keys import (
+    FOREIGN_GENERATION_KEYS,
+    REFUSED_GENERATION_KEYS,
+    sampling_keys,
+)
 from trl_multinode.libraries import installed
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]  # the lock pins what it looks at
@@ -42,7 +46,9 @@ def source(file: str) -> str:
 
 def test_the_sampling_settings_that_are_read_from_the_source_are_those_of_the_real_class():
     code = "import inspect, vllm.sampling_params as s; print('KEYS', *inspect.signature(s.SamplingParams).parameters)"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     (real,) = [line.split()[1:] for line in printed.splitlines() if line.startswith("KEYS")]
     assert len(real) > 25 and sampling_keys() == {key for key in real if not key.startswith("_")}
     assert not FOREIGN_GENERATION_KEYS.keys() & set(real)

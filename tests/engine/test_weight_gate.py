@@ -14,7 +14,9 @@ from trl_multinode.wire.connection import LENGTH, _reply_decoder
 from trl_multinode.wire.messages import BeginUpdate, CommitUpdate, Failure, WeightVersion
 
 
-@pytest.mark.parametrize(("in_flight", "scores"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("in_flight", "scores"), [(False, False), (True, False), (False, True), (True, True)]
+)
 def test_an_update_waits_for_running_requests_but_in_flight_for_scores_only(in_flight, scores):
     async def story() -> bool:
         gate = WeightGate()
@@ -34,7 +36,8 @@ def test_an_update_waits_for_running_requests_but_in_flight_for_scores_only(in_f
 
 @pytest.mark.parametrize("was_reset", [True, False])
 def test_a_prefix_cache_that_vllm_keeps_is_an_error(was_reset, monkeypatch):
-    monkeypatch.setattr(vllm_backend, "in_memory_adapter", lambda number: None)  # it imports vLLM, which takes 10 s
+    # it imports vLLM, which takes 10 s
+    monkeypatch.setattr(vllm_backend, "in_memory_adapter", lambda number: None)
 
     async def answer(value, *_, **__):
         return value
@@ -77,7 +80,9 @@ def test_workers_that_committed_different_versions_fail_the_update():
     assert isinstance(reply, Failure) and "step=10" in reply.message
 
 
-@pytest.mark.parametrize(("logprob", "reason"), [(-5.7, ""), (0.0, "log-prob 0.0"), (float("nan"), "log-prob nan")])
+@pytest.mark.parametrize(
+    ("logprob", "reason"), [(-5.7, ""), (0.0, "log-prob 0.0"), (float("nan"), "log-prob nan")]
+)
 def test_the_engines_start_proves_with_a_row_that_the_sampler_is_extended(logprob, reason):
     backend = VllmBackend(SimpleNamespace())
     row = SimpleNamespace(outputs=[SimpleNamespace(logprobs=SimpleNamespace(logprobs=[logprob]))])
@@ -89,6 +94,9 @@ def test_the_engines_start_proves_with_a_row_that_the_sampler_is_extended(logpro
         assert params.allowed_token_ids == [1] and params.logprobs == 0
         yield row
 
-    backend._llm, backend._params_cls = SimpleNamespace(collective_rpc=collective_rpc), SimpleNamespace
+    backend._llm, backend._params_cls = (
+        SimpleNamespace(collective_rpc=collective_rpc),
+        SimpleNamespace,
+    )
     backend._outputs = outputs
     assert asyncio.run(backend._why_truncated()).endswith(reason)

@@ -20,12 +20,29 @@ ROWS = {
     "temperature": {"temperature": 2.0},
     "top_p": {"temperature": 0.7, "top_p": 0.5},
     "top_k": {"top_k": 1},
-    "min_p": {"temperature": 1.3, "min_p": 0.5, "logit_bias": {5: 2.0, 20: 1.0}, "repetition_penalty": 1.3},
-    "allowed_token_ids": {"allowed_token_ids": [3, 4, 5], "logit_bias": {3: 1.0, 50: 3.0}, "repetition_penalty": 1.5},
-    "min_tokens": {"temperature": 0.7, "min_tokens": 4, "stop_token_ids": [EOS], "logit_bias": {EOS: 7.0}},
+    "min_p": {
+        "temperature": 1.3,
+        "min_p": 0.5,
+        "logit_bias": {5: 2.0, 20: 1.0},
+        "repetition_penalty": 1.3,
+    },
+    "allowed_token_ids": {
+        "allowed_token_ids": [3, 4, 5],
+        "logit_bias": {3: 1.0, 50: 3.0},
+        "repetition_penalty": 1.5,
+    },
+    "min_tokens": {
+        "temperature": 0.7,
+        "min_tokens": 4,
+        "stop_token_ids": [EOS],
+        "logit_bias": {EOS: 7.0},
+    },
     "bad_words": {"bad_words": ["?"], "presence_penalty": 1.0, "logit_bias": {BAD: 7.0}},
     "regex": {"structured_outputs": StructuredOutputsParams(regex="?")},
-    "structured_outputs": {"temperature": 0.5, "structured_outputs": StructuredOutputsParams(regex="?")},
+    "structured_outputs": {
+        "temperature": 0.5,
+        "structured_outputs": StructuredOutputsParams(regex="?"),
+    },
 }
 
 
@@ -52,7 +69,9 @@ class EvenTokensOnly:
 
 def build_runner(*custom: EvenTokensOnly) -> SimpleNamespace:
     """What of vLLM's V2 model runner samples and scores prompts."""
-    config = SimpleNamespace(reasoning_config=None, speculative_config=None, use_v2_model_runner=True)
+    config = SimpleNamespace(
+        reasoning_config=None, speculative_config=None, use_v2_model_runner=True
+    )
     states = RequestState(16, 64, 64, 0, VOCABULARY, CPU)
     sampler = Sampler(config, 16, VOCABULARY, CPU, states, logprobs_mode="processed_logprobs",
                       custom_logits_processors=custom)  # fmt: skip
@@ -93,7 +112,9 @@ def closed_form(logits: torch.Tensor, settings: dict) -> torch.Tensor:
     for token, bias in settings.get("logit_bias", {}).items():
         logits[token] += bias
     penalty = settings.get("repetition_penalty", 1.0)
-    logits[PROMPT] = torch.where(logits[PROMPT] > 0, logits[PROMPT] / penalty, logits[PROMPT] * penalty)
+    logits[PROMPT] = torch.where(
+        logits[PROMPT] > 0, logits[PROMPT] / penalty, logits[PROMPT] * penalty
+    )
     return (logits / settings.get("temperature", 1.0)).log_softmax(-1)
 
 
@@ -103,7 +124,9 @@ def sampled(runner: SimpleNamespace, names: list[str]) -> dict[str, float]:
     raw = torch.randn(len(names), VOCABULARY) * 2
     logits = raw.clone()
     if masked := [row for row, name in enumerate(names) if "structured_outputs" in ROWS[name]]:
-        runner.structured_outputs_worker.apply_grammar_bitmask(logits, batch, masked, torch.arange(100, 140))
+        runner.structured_outputs_worker.apply_grammar_bitmask(
+            logits, batch, masked, torch.arange(100, 140)
+        )
     output = runner.sampler(logits, batch)
     found = {}
     for row, name in enumerate(names):
@@ -117,7 +140,11 @@ def sampled(runner: SimpleNamespace, names: list[str]) -> dict[str, float]:
 def scored(runner: SimpleNamespace, names: list[str]) -> dict[str, float]:
     """Score the prompt of each request; return |log-probs - those at its temperature| by name."""
     batch = add_requests(runner, names)
-    hidden, head = torch.randn(batch.num_tokens + 3, 16), torch.randn(16, VOCABULARY)  # the last 3 are padding
+    # the last 3 are padding
+    hidden, head = (
+        torch.randn(batch.num_tokens + 3, 16),
+        torch.randn(16, VOCABULARY),
+    )
     states = runner.states
     rows = runner.prompt_logprobs_worker.compute_prompt_logprobs(
         lambda chunk: chunk @ head, hidden, batch, states.all_token_ids.gpu, states.num_computed_tokens.gpu,
@@ -142,9 +169,12 @@ custom = build_runner(EvenTokensOnly())
 extend_logprobs(custom.vllm_config, custom)
 result = {
     "reason": reason,
-    "before": sampled(before, list(ROWS)) | {f"score {name}": x for name, x in scored(before, scores).items()},
-    "after": sampled(after, list(ROWS)) | {f"score {name}": x for name, x in scored(after, scores).items()},
-    "only_grammar": sampled(after, ["regex"]),  # vLLM's sampler then returns the logits that it was given
+    "before": sampled(before, list(ROWS))
+    | {f"score {name}": x for name, x in scored(before, scores).items()},
+    "after": sampled(after, list(ROWS))
+    | {f"score {name}": x for name, x in scored(after, scores).items()},
+    # vLLM's sampler then returns the logits that it was given
+    "only_grammar": sampled(after, ["regex"]),
     "only_plain": sampled(after, ["plain", "temperature"]),
     "custom": sampled(custom, ["plain", "temperature"]),
 }

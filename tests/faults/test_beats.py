@@ -57,7 +57,9 @@ def wait_for_the_test(file: Path) -> None:
 
 def line_of_all(ranks) -> str:
     """Return the one line with which all `ranks` end."""
-    assert [rank.wait() for rank in ranks] == [PEER_LOST] * len(ranks), "\n".join(rank.text for rank in ranks)
+    assert [rank.wait() for rank in ranks] == [PEER_LOST] * len(ranks), "\n".join(
+        rank.text for rank in ranks
+    )
     (line,) = {rank.text.splitlines()[-1] for rank in ranks}
     assert line.startswith(FAILED), line
     return line
@@ -156,7 +158,9 @@ def test_long_work_that_is_no_fault_trips_nothing(tmp_path, store):
         (tmp_path / "all have heartbeats").touch()
         ranks[2].wait_for("rank 3 (node 1) has sent no heartbeat")
         named[0] = 1
-        assert [rank.wait() for rank in ranks] == [0] * RANKS, "\n".join(rank.text for rank in ranks)
+        assert [rank.wait() for rank in ranks] == [0] * RANKS, "\n".join(
+            rank.text for rank in ranks
+        )
         assert "uses the CPU" in ranks[2].text and "phase reward of step 4" in ranks[2].text
         assert not any(FAILED in rank.text for rank in ranks)
 
@@ -182,4 +186,6 @@ def test_a_judge_that_was_suspended_forgives_all(tmp_path, store, monkeypatch):
             os.kill(rank.process.pid, signal.SIGCONT)
         beats.wait(3)  # each comes before its writer judges
         (tmp_path / "seen").touch()
-        assert [rank.wait() for rank in ranks] == [0] * RANKS, "\n".join(rank.text for rank in ranks)
+        assert [rank.wait() for rank in ranks] == [0] * RANKS, "\n".join(
+            rank.text for rank in ranks
+        )

@@ -35,10 +35,14 @@ def lose_what_node_1_gets(nodes: Nodes) -> None:
 
 def drop_what_leaves(namespace: str, device: str) -> None:
     """Lose all packets of one direction, as a half-open link does: no end of it sees that it is down."""
-    subprocess.run(f"tc -n {namespace} qdisc replace dev {device} root blackhole".split(), check=True)
+    subprocess.run(
+        f"tc -n {namespace} qdisc replace dev {device} root blackhole".split(), check=True
+    )
 
 
-BOTH_SIDES = [r"node 1 \(ranks 2 to 3\) .*`heartbeat_timeout` 6 s"] * 2 + [r"launcher of node 0"] * 2
+BOTH_SIDES = [r"node 1 \(ranks 2 to 3\) .*`heartbeat_timeout` 6 s"] * 2 + [
+    r"launcher of node 0"
+] * 2
 
 
 @pytest.mark.parametrize("lose", [lose_what_node_1_sends, lose_what_node_1_gets])
@@ -48,7 +52,9 @@ def test_row_30_a_link_of_a_launch_that_is_cut_ends_both_nodes(lose, tmp_path, f
     fault_seconds(seconds_until(lose, BOTH_SIDES, tmp_path, namespaces=True))
 
 
-def seconds_until(inject: Callable[[Nodes], None], lines: list[str], folder: Path, namespaces: bool = False) -> float:
+def seconds_until(
+    inject: Callable[[Nodes], None], lines: list[str], folder: Path, namespaces: bool = False
+) -> float:
     """Launch two nodes, inject the fault, and return the seconds until the first ranks have printed `lines`."""
     env = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, "HEARTBEAT_TIMEOUT": str(LIMIT_S)}
     with Nodes(2, 2, folder=folder, namespaces=namespaces, forked=True, env=env) as nodes:
@@ -76,7 +82,10 @@ def wait_until_judged(nodes: Nodes, node: int) -> None:
     """
     slots = NodeSlots(topology_of(2 * node + 1))
     slots.open(MemoryOf(nodes.rank_pid(2 * node)))
-    until(lambda: len(found := slots.read()) == 2 and all(slot["synced"] for slot in found.values()), "a sync")
+    until(
+        lambda: len(found := slots.read()) == 2 and all(slot["synced"] for slot in found.values()),
+        "a sync",
+    )
     synced = max(slots.times().values())
     until(lambda: min(slots.times().values()) > synced + 1.5 * READ_STATES_EVERY_S, "heartbeats")
 
@@ -97,4 +106,6 @@ class MemoryOf:
 
 
 def line_of(nodes: Nodes, rank: int) -> str | None:
-    return next((line for line in nodes.rank_log(rank).splitlines() if "the run failed" in line), None)
+    return next(
+        (line for line in nodes.rank_log(rank).splitlines() if "the run failed" in line), None
+    )

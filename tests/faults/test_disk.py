@@ -35,7 +35,9 @@ BIG = torch.zeros(2**20)
 @contextmanager
 def small_disk(mib: int) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="s"))  # short, for the paths of sockets
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", folder], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", folder], capture_output=True
+    )
     if mounted.returncode != 0:
         folder.rmdir()
         pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
@@ -78,7 +80,9 @@ def test_row_33_a_full_disk_is_named_with_path_and_free_bytes(small, writer):
 
 
 def test_row_33_the_path_of_the_error_itself_comes_first(tmp_path):
-    error = as_disk_error(OSError(errno.EDQUOT, "Disk quota exceeded", str(tmp_path / "a")), {"TMPDIR": Path("/tmp")})
+    error = as_disk_error(
+        OSError(errno.EDQUOT, "Disk quota exceeded", str(tmp_path / "a")), {"TMPDIR": Path("/tmp")}
+    )
     assert f"(quota): {tmp_path}/a, " in str(error) and "TMPDIR" not in str(error)
 
 
@@ -96,13 +100,16 @@ def test_row_33_a_full_temporary_folder_is_named(small, monkeypatch):
     folder = RunFolder(0)
     with pytest.raises(OSError, match="No space left") as seen:
         write_bytes(folder.path / "engine0.json")
-    assert f"{small} (TMPDIR), 0 bytes free" in str(as_disk_error(seen.value, written_folders("out")))
+    assert f"{small} (TMPDIR), 0 bytes free" in str(
+        as_disk_error(seen.value, written_folders("out"))
+    )
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),  # for another reason
+        # for another reason
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
         OSError(errno.ENOENT, "No such file or directory"),
         ValueError("full"),
     ],
@@ -129,7 +136,9 @@ def test_row_33_all_ranks_name_the_disk_of_one(tmp_path, monkeypatch):
         (line,) = {rank.text.splitlines()[-1] for rank in ranks}
     store.end()
     assert codes == {DISK}
-    assert line.startswith("[trl_multinode] the run failed: node 1, rank 2, phase reward: DiskError: ")
+    assert line.startswith(
+        "[trl_multinode] the run failed: node 1, rank 2, phase reward: DiskError: "
+    )
     assert f" {tmp_path} (`output_dir`)" in line
 
 
@@ -155,7 +164,11 @@ def test_row_33_a_full_disk_under_the_log_ends_nothing(who):
     code = f"import os\n{PRINTS[who]}\nprint('goes on', file=os.fdopen(2, 'w'), flush=True)\nos._exit(0)"
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANG_S
+            [sys.executable, "-c", code],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=HANG_S,
         )
     assert done.returncode == 0 and "goes on" in done.stderr, done.stderr
     assert done.stderr.count("lines") == (who != "an engine"), done.stderr
@@ -172,9 +185,14 @@ def test_row_33_a_disk_that_fills_up_ends_a_save_and_nothing_else(tmp_path):
     }  # fmt: skip
     jobs = [{"name": "saves_nothing", "save_strategy": "no"}, {"name": "saves", "save_steps": 1}]
     environment = {"TRL_MULTINODE_ENGINE_MODULE": FAKE}
-    with small_disk(48) as small, Nodes(2, 1, folder=tmp_path, env=environment, forked=True) as nodes:
+    with (
+        small_disk(48) as small,
+        Nodes(2, 1, folder=tmp_path, env=environment, forked=True) as nodes,
+    ):
         (tmp_path / "out").symlink_to(small)
-        nodes.launch(SCRIPT, str(tmp_path), json.dumps([run | {"output": "out/a"} | job for job in jobs]))
+        nodes.launch(
+            SCRIPT, str(tmp_path), json.dumps([run | {"output": "out/a"} | job for job in jobs])
+        )
         assert 0 not in nodes.wait(timeout_s=HANG_S)
         logs = [nodes.rank_log(rank) for rank in range(2)]
         assert newest_whole(small / "a") == small / "a" / "checkpoint-2"

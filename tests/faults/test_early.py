@@ -37,9 +37,15 @@ def run_script(text: str, folder: Path, store: StoreHost, rank: int) -> subproce
 
 LATE_HOOK = "sys.excepthook = lambda *error: print('mine')"
 SCRIPT_ERRORS = {
-    "a missing file": ("open('/no/data')", "FileNotFoundError: [Errno 2] No such file or directory: '/no/data'"),
+    "a missing file": (
+        "open('/no/data')",
+        "FileNotFoundError: [Errno 2] No such file or directory: '/no/data'",
+    ),
     "sys.exit": ("sys.exit(3)", "SystemExit: the script of this rank ended with exit code 3"),
-    "a hook of the script's own": (f"{LATE_HOOK}\nraise ValueError('no data')", "ValueError: no data"),
+    "a hook of the script's own": (
+        f"{LATE_HOOK}\nraise ValueError('no data')",
+        "ValueError: no data",
+    ),
 }
 
 
@@ -64,13 +70,19 @@ assert not {{"torch", "transformers", "trl", "numpy"}} & set(sys.modules)
             store,
             rank=3,
         )
-        assert [script.returncode, *(rank.wait() for rank in ranks[:3])] == [exit_codes.USER_CODE] * RANKS
-        lines = {text.splitlines()[-1] for text in (script.stderr, *(rank.text for rank in ranks[:3]))}
+        assert [script.returncode, *(rank.wait() for rank in ranks[:3])] == [
+            exit_codes.USER_CODE
+        ] * RANKS
+        lines = {
+            text.splitlines()[-1] for text in (script.stderr, *(rank.text for rank in ranks[:3]))
+        }
         assert len(lines) == 1, lines
         assert lines.pop().startswith(f"{FAILED}node 1, rank 3, phase before the trainer: {cause}")
 
 
-def test_a_script_that_ends_well_waits_until_its_watch_has_imported_torch(tmp_path, store, monkeypatch):
+def test_a_script_that_ends_well_waits_until_its_watch_has_imported_torch(
+    tmp_path, store, monkeypatch
+):
     """An interpreter that ends inside that import aborts: code 134 for 0, and no word to the other ranks."""
     script = run_script(
         """
@@ -126,7 +138,9 @@ def test_no_child_of_a_rank_is_watched(tmp_path, store):
 
 
 def test_a_wrapper_between_launcher_and_rank_is_no_rank_of_its_own(store):
-    ask = "from trl_multinode.run.watch import early; import sys; sys.exit(0 if early._early else 5)"
+    ask = (
+        "from trl_multinode.run.watch import early; import sys; sys.exit(0 if early._early else 5)"
+    )
     command = ["sh", "-c", f'{sys.executable} -c "{ask}"; exit $?']
     environment = {**os.environ, **launched_variables(0, store)}
     assert subprocess.run(command, env=environment, timeout=HANG_S).returncode == 0

@@ -24,14 +24,18 @@ from trl_multinode.run.watch.watchdog import Watchdog
 from trl_multinode.saving.checkpoint_files import newest_whole
 
 
-def raised_in(*modules: str, error: BaseException | None = None, functions: tuple[str, ...] = ()) -> BaseException:
+def raised_in(
+    *modules: str, error: BaseException | None = None, functions: tuple[str, ...] = ()
+) -> BaseException:
     """An error with a traceback through functions of these modules; `mine` is a file of the user's."""
     call = "raise error"
     scope: dict = {"error": error or ValueError("bad")}
     for module, name in reversed(list(zip(modules, functions or modules, strict=True))):
         name = name.replace(".", "_")
         is_mine = module in ("mine", "__main__")
-        path = "/home/me/train.py" if is_mine else str(Path(os.__file__).parent / "site-packages/x.py")
+        path = (
+            "/home/me/train.py" if is_mine else str(Path(os.__file__).parent / "site-packages/x.py")
+        )
         scope = {"__name__": module, **{k: v for k, v in scope.items() if not k.startswith("__")}}
         exec(compile(f"def {name}():\n    {call}", path, "exec"), scope)  # noqa: S102
         call = f"{name}()"
@@ -48,16 +52,42 @@ CODES = [
     (raised_in("__main__", LIB, TRL, "mine"), True, 6),  # a reward function
     (raised_in("__main__", LIB, TRL, "mine", "numpy.linalg"), True, 6),  # and what it calls
     (raised_in("__main__", LIB, TRL, "mine", "transformers.pipelines"), True, 6),
-    (raised_in("__main__", TRL, "judges.math", functions=("main", "_calculate_rewards", "score")), True, 6),
-    (raised_in("__main__", TRL, "trl.rewards.math", functions=("main", "_calculate_rewards", "score")), True, 6),
+    (
+        raised_in(
+            "__main__", TRL, "judges.math", functions=("main", "_calculate_rewards", "score")
+        ),
+        True,
+        6,
+    ),
+    (
+        raised_in(
+            "__main__", TRL, "trl.rewards.math", functions=("main", "_calculate_rewards", "score")
+        ),
+        True,
+        6,
+    ),
     (raised_in("__main__", LIB, TRL, "torch.nn"), True, 1),
-    (raised_in("__main__", "trl_multinode.trainer", LIB, "deepspeed.runtime", "torch.cuda"), True, 1),
+    (
+        raised_in("__main__", "trl_multinode.trainer", LIB, "deepspeed.runtime", "torch.cuda"),
+        True,
+        1,
+    ),
     (raised_in("__main__"), True, 6),  # the script, beside the trainer
     (raised_in("__main__", LIB), False, 6),
-    (raised_in("__main__", LIB, "torch.serialization", error=OSError(errno.ENOSPC, "full")), True, 7),
+    (
+        raised_in("__main__", LIB, "torch.serialization", error=OSError(errno.ENOSPC, "full")),
+        True,
+        7,
+    ),
     (raised_in("__main__", "trl_multinode.run", error=OSError(errno.EROFS, "read-only")), False, 7),
     (raised_in("__main__", LIB, "mine", error=OSError(errno.ENOSPC, "full")), True, 6),
-    (raised_in("__main__", LIB, "torch.distributed", error=RuntimeError("[gloo] Connection closed")), True, 4),
+    (
+        raised_in(
+            "__main__", LIB, "torch.distributed", error=RuntimeError("[gloo] Connection closed")
+        ),
+        True,
+        4,
+    ),
     (errors.ConfigurationError("x"), False, 3),
     (errors.PeerFailureError("x"), True, 4),
     (errors.EngineStalledError("x"), True, 5),
@@ -108,7 +138,9 @@ def test_row_ending_files_of_local_main_processes(tmp_path, monkeypatch):
         ending.phase, ending.step, ending.resumes = lambda: "train", lambda: 5, True
         ending.checkpoint = lambda: newest_whole(tmp_path)
         ending.write(Fatal("node 0, rank 0: gone", 4))
-        assert [path.name for path in folder.iterdir()] == ["ending-node1.json"] * topology.is_local_main
+        assert [path.name for path in folder.iterdir()] == [
+            "ending-node1.json"
+        ] * topology.is_local_main
     found = json.loads((folder / "ending-node1.json").read_text())
     assert found == json.loads(copy.read_text())
     assert time.strptime(found.pop("time"), "%Y-%m-%dT%H:%M:%SZ")
@@ -152,5 +184,7 @@ def test_a_run_of_one_process_writes_its_ending_too(tmp_path):
     except errors.EngineStalledError:
         watch.close()  # as the trainer does after a failure
     found = json.loads((tmp_path / "_multinode/ending-node0.json").read_text())
-    assert (found["code"], found["step"]) == (5, 3) and "EngineStalledError: no tokens" in found["cause"]
+    assert (found["code"], found["step"]) == (5, 3) and "EngineStalledError: no tokens" in found[
+        "cause"
+    ]
     assert not (tmp_path / "_multinode/owner.json").exists()

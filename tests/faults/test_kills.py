@@ -27,7 +27,9 @@ nightly = pytest.mark.nightly  # the same on the other node, and what `test_ways
 def nodes(tmp_path_factory):
     # No silence may end a run before its fault does
     environment = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, "HEARTBEAT_TIMEOUT": str(2 * HANG_S)}
-    with Nodes(2, 2, folder=tmp_path_factory.mktemp("kills"), env=environment, forked=True) as nodes:
+    with Nodes(
+        2, 2, folder=tmp_path_factory.mktemp("kills"), env=environment, forked=True
+    ) as nodes:
         yield nodes
 
 
@@ -62,7 +64,9 @@ def left_files(nodes: Nodes, of_nodes: set[int]) -> list[str]:
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=nightly), 2])
 def test_row_10_a_killed_local_main_process_ends_all_with_one_line(nodes, rank, fault_seconds):
     launch(nodes)
-    line, seconds = line_after(nodes, lambda: os.kill(nodes.rank_pid(rank), signal.SIGKILL), RANKS - {rank})
+    line, seconds = line_after(
+        nodes, lambda: os.kill(nodes.rank_pid(rank), signal.SIGKILL), RANKS - {rank}
+    )
     assert f"rank {rank} (local main process)" in line
     fault_seconds(seconds)
 
@@ -90,7 +94,9 @@ def test_row_3_an_engine_that_may_not_be_started_again_ends_all_with_its_log(nod
 @pytest.mark.parametrize("node", [pytest.param(0, marks=nightly), 1])
 def test_row_14_a_killed_launcher_ends_all_with_one_line(nodes, node, fault_seconds):
     launch(nodes)
-    line, seconds = line_after(nodes, lambda: os.kill(nodes.launcher_pid(node), signal.SIGKILL), RANKS)
+    line, seconds = line_after(
+        nodes, lambda: os.kill(nodes.launcher_pid(node), signal.SIGKILL), RANKS
+    )
     assert f"launcher of node {node}" in line
     fault_seconds(seconds)
 
@@ -119,9 +125,11 @@ def test_row_node_killed_at_once_ends_the_other_node_with_one_line(nodes, node, 
 
     launch(nodes)
     line, seconds = line_after(nodes, kill_node, RANKS - {2 * node, 2 * node + 1})
-    for folder in nodes.tmpdir(node).glob("trl_multinode_*"):  # nothing was left there that could remove it
+    # nothing was left there that could remove it
+    for folder in nodes.tmpdir(node).glob("trl_multinode_*"):
         shutil.rmtree(folder)
-    assert re.search(rf"node {node}|[Cc]onnection|peer|Read error", line), line  # whichever collective noticed it
+    # whichever collective noticed it
+    assert re.search(rf"node {node}|[Cc]onnection|peer|Read error", line), line
     fault_seconds(seconds)
 
 

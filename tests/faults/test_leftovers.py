@@ -36,7 +36,9 @@ mapped: list[mmap.mmap] = []
 def places(tmp_path, monkeypatch):
     """A temporary folder of its own; /tmp, where other runs of this machine have theirs, is not looked at."""
     parent = Path(
-        subprocess.run(["mktemp", "-d", "-p", "/tmp", "tl.XXXXXX"], capture_output=True, text=True).stdout.strip()
+        subprocess.run(
+            ["mktemp", "-d", "-p", "/tmp", "tl.XXXXXX"], capture_output=True, text=True
+        ).stdout.strip()
     )
     monkeypatch.setenv("TMPDIR", str(parent))
     monkeypatch.setattr(module.tempfile, "tempdir", str(parent))
@@ -73,7 +75,10 @@ def owner(tmp_path, segments=(), engine: bool = False, slots: bool = False):
             save_without_weights(tiny_qwen2(300), tiny_tokenizer(), folder.path / "model")
             args = ENGINE_ARGS | {"model": str(folder.path / "model")}
             process = EngineProcess(
-                EngineSpec(0, str(folder.path), os.getpid(), args, node=1), tmp_path / "engine.log", {}, FAKE
+                EngineSpec(0, str(folder.path), os.getpid(), args, node=1),
+                tmp_path / "engine.log",
+                {},
+                FAKE,
             )
             wait_until_ready([process], HANG_S, print)
             print(f"ENGINE {process.pid}", flush=True)
@@ -108,14 +113,21 @@ def test_row_38_the_next_start_removes_what_a_killed_node_left(places, tmp_path)
             engine = int(rank.text.split("ENGINE ")[1].split()[0])
             os.kill(engine, signal.SIGSTOP)  # as if it had not noticed yet
             kill(rank)
-            assert lines() == [] and all(path.exists() for path in segments)  # it will remove them itself
+            # it will remove them itself
+            assert lines() == [] and all(path.exists() for path in segments)
             os.kill(engine, signal.SIGKILL)
-            assert slots and all(path.exists() for path in (*segments, *slots)) and len(list(places.iterdir())) == 1
+            assert (
+                slots
+                and all(path.exists() for path in (*segments, *slots))
+                and len(list(places.iterdir())) == 1
+            )
             until(lambda: said.extend(lines()) or said, "the end of the engine")
         assert [line.split(" MB")[0].rsplit(",", 1)[0] for line in said] == [
             "removed what killed runs left here: 1 folder(s), 4 segment(s) of shared memory"
         ]
-        assert list(places.iterdir()) == [] and not any(path.exists() for path in (*segments, *slots))
+        assert list(places.iterdir()) == [] and not any(
+            path.exists() for path in (*segments, *slots)
+        )
         assert other.exists()  # a record cannot name what is not a run's
     finally:
         for path in (*segments, other):
@@ -183,7 +195,11 @@ def test_row_38_a_folder_that_may_be_anothers_stays(case, places, tmp_path, monk
         folder.chmod(0o777)
     assert lines() == [] and folder.exists()
     (found,) = leftovers(remove=True)
-    reasons = {"other user": "another user", "no lock": "no lock", "other machine": "another machine"}
+    reasons = {
+        "other user": "another user",
+        "no lock": "no lock",
+        "other machine": "another machine",
+    }
     assert reasons.get(case, "other users may write") in found.kept
 
 
@@ -210,21 +226,32 @@ def test_row_38_a_child_of_the_owner_does_not_hold_its_lock(places, tmp_path):
     with forked(body, 1, tmp_path) as (rank,):
         rank.wait_for("READY")
         (child,) = [
-            int(pid) for pid in Path(f"/proc/{rank.process.pid}/task/{rank.process.pid}/children").read_text().split()
+            int(pid)
+            for pid in Path(f"/proc/{rank.process.pid}/task/{rank.process.pid}/children")
+            .read_text()
+            .split()
         ]
         kill(rank)
-        assert Path(f"/proc/{child}").exists() and len(lines()) == 1 and list(places.iterdir()) == []
+        assert (
+            Path(f"/proc/{child}").exists() and len(lines()) == 1 and list(places.iterdir()) == []
+        )
         os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.nightly
-def test_a_temporary_folder_that_is_too_long_for_vllms_sockets_gives_way_to_tmp(places, monkeypatch):
+def test_a_temporary_folder_that_is_too_long_for_vllms_sockets_gives_way_to_tmp(
+    places, monkeypatch
+):
     long = places / ("x" * 50)
     long.mkdir()
     monkeypatch.setattr(module.tempfile, "tempdir", str(long))
     folder = RunFolder(0)
     try:
-        assert folder.path.parent == Path("/tmp") and len(str(folder.path)) + 37 <= 107 and list(long.iterdir()) == []
+        assert (
+            folder.path.parent == Path("/tmp")
+            and len(str(folder.path)) + 37 <= 107
+            and list(long.iterdir()) == []
+        )
     finally:
         folder.remove()
     assert not folder.path.exists()

@@ -38,7 +38,9 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("links")
     jobs = [RUN | {"name": name, "output": name} for name in NAMES]
     environment = {"TRL_MULTINODE_ENGINE_MODULE": FAKE}
-    with Nodes(2, 1, folder=folder / "nodes", env=environment, forked=True, namespaces=True) as nodes:
+    with Nodes(
+        2, 1, folder=folder / "nodes", env=environment, forked=True, namespaces=True
+    ) as nodes:
         nodes.launch(SCRIPT, str(folder), json.dumps(jobs))
         nodes.wait_for(0, "JOB slow_link", timeout_s=HANG_S)
         nodes.limit_links(SLOW_MBIT)
@@ -53,13 +55,17 @@ def runs(tmp_path_factory):
 
 
 def results(runs: dict, name: str) -> list[dict]:
-    found = [json.loads((runs["folder"] / f"{name}_rank{rank}.json").read_text()) for rank in (0, 1)]
+    found = [
+        json.loads((runs["folder"] / f"{name}_rank{rank}.json").read_text()) for rank in (0, 1)
+    ]
     return [{part: one[part] for part in ("rounds", "steps")} for one in found]
 
 
 def metric(runs: dict, name: str, key: str) -> float:
     """Mean of a metric over the steps after the first."""
-    state = json.loads((runs["folder"] / name / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    state = json.loads(
+        (runs["folder"] / name / f"checkpoint-{STEPS}" / "trainer_state.json").read_text()
+    )
     values = [entry[key] for entry in state["log_history"] if key in entry][1:]
     return sum(values) / len(values)
 
@@ -69,7 +75,8 @@ def test_row_31_a_slow_link_ends_nothing_and_the_metrics_of_the_sync_show_it(run
                    for name in ("slow_link", "plain"))  # fmt: skip
     print(f"sync on the slow link: {slow}, without it: {plain}")
     assert slow["gather_s"] > 3 * plain["gather_s"] and slow["gb_per_s"] < plain["gb_per_s"] / 2
-    assert slow["gather_s"] - plain["gather_s"] > slow["load_s"] - plain["load_s"]  # engines are not the cause
+    # engines are not the cause
+    assert slow["gather_s"] - plain["gather_s"] > slow["load_s"] - plain["load_s"]
     assert results(runs, "slow_link") == results(runs, "plain")
 
 
@@ -81,21 +88,30 @@ def test_row_32_lost_packets_end_nothing_and_change_nothing(runs):
 
 def test_row_clock_skew_of_hours_and_clocks_that_are_set_end_nothing(runs):
     """Node 1 is 7 hours ahead in the second run and 5 behind in the third."""
-    assert results(runs, "slow_link")[0]["steps"].keys() == {str(step) for step in range(1, STEPS + 1)}
+    assert results(runs, "slow_link")[0]["steps"].keys() == {
+        str(step) for step in range(1, STEPS + 1)
+    }
     assert not any("the run failed" in log for log in runs["logs"])
 
 
 STALL_S, TOKEN_S = 6.0, 1.0
 
 
-def test_row_5_a_round_longer_than_the_stall_limit_ends_nothing_and_the_metrics_name_the_node(tmp_path, fault_seconds):
+def test_row_5_a_round_longer_than_the_stall_limit_ends_nothing_and_the_metrics_name_the_node(
+    tmp_path, fault_seconds
+):
     job = {
         "name": "slow", "output": "slow", "prompts": 8, "max_steps": 1, "save_steps": 1,
         "per_device_train_batch_size": 4, "max_completion_length": 8, "engine_stall_timeout": STALL_S,
     }  # fmt: skip
     slow = Faults().slow_tokens(TOKEN_S).environment(FAKE)
     with Nodes(2, 1, folder=tmp_path / "nodes", forked=True) as nodes:
-        nodes.launch(CONTINUED, str(tmp_path), json.dumps([job]), env_of=lambda node: slow if node else {HOOK: FAKE})
+        nodes.launch(
+            CONTINUED,
+            str(tmp_path),
+            json.dumps([job]),
+            env_of=lambda node: slow if node else {HOOK: FAKE},
+        )
         assert nodes.wait(HANG_S) == [0, 0], nodes.tails()
     state = json.loads((tmp_path / "slow" / "checkpoint-1" / "trainer_state.json").read_text())
     logs = [entry for entry in state["log_history"] if "perf/generate_s" in entry]

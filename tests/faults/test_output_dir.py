@@ -52,10 +52,17 @@ def test_row_35_an_output_dir_that_one_node_cannot_write_ends_all(tmp_path, stor
 
 def mount_read_only(folder: Path) -> None:
     """In this process only."""
-    libc, new_mounts, private, read_only = ctypes.CDLL(None, use_errno=True), 0x20000, (1 << 18) | (1 << 14), 1
+    libc, new_mounts, private, read_only = (
+        ctypes.CDLL(None, use_errno=True),
+        0x20000,
+        (1 << 18) | (1 << 14),
+        1,
+    )
     assert libc.unshare(new_mounts) == 0, os.strerror(ctypes.get_errno())
     assert libc.mount(b"none", b"/", None, private, None) == 0, os.strerror(ctypes.get_errno())
-    assert libc.mount(b"tmpfs", bytes(folder), b"tmpfs", read_only, None) == 0, os.strerror(ctypes.get_errno())
+    assert libc.mount(b"tmpfs", bytes(folder), b"tmpfs", read_only, None) == 0, os.strerror(
+        ctypes.get_errno()
+    )
 
 
 @pytest.mark.nightly
@@ -109,7 +116,9 @@ def of_another_host(folder: Path) -> dict:
     return content
 
 
-def test_row_two_runs_on_two_hosts_a_live_one_refuses_and_a_dead_one_is_taken_over(tmp_path, monkeypatch, capsys):
+def test_row_two_runs_on_two_hosts_a_live_one_refuses_and_a_dead_one_is_taken_over(
+    tmp_path, monkeypatch, capsys
+):
     """Between hosts no lock is seen: the file decides, and it must be the host's clock that does not."""
     monkeypatch.setattr(owner, "TAKEN_OVER_AFTER_S", 2.0)
     of_another_host(tmp_path)
@@ -139,10 +148,14 @@ def test_a_run_that_was_suspended_until_another_took_its_folder_ends(tmp_path, m
     monkeypatch.setattr(owner, "REWRITE_EVERY_S", 0.2)
     lost: list[str] = []
     claimed = owner.claim(tmp_path, lambda cause, code: lost.append(f"{code} {cause}"))
-    until(lambda: json.loads((tmp_path / "owner.json").read_text())["count"] > 1, "the owner to write again")
+    until(
+        lambda: json.loads((tmp_path / "owner.json").read_text())["count"] > 1,
+        "the owner to write again",
+    )
 
     def is_lost() -> bool:
-        of_another_host(tmp_path)  # again, because the first one may come between a read and a write of the other
+        # again, because the first one may come between a read and a write of the other
+        of_another_host(tmp_path)
         return bool(lost)
 
     until(is_lost)
@@ -177,7 +190,17 @@ def test_a_run_whose_disk_is_full_still_owns_its_folder(tmp_path, monkeypatch):
 
 def test_row_28_versions_of_many_nodes_are_one_short_line():
     here = versions.local_versions()
-    assert {"torch", "trl", "vllm", "deepspeed", "accelerate", "peft", "transformers", "python", "cuda"} <= set(here)
+    assert {
+        "torch",
+        "trl",
+        "vllm",
+        "deepspeed",
+        "accelerate",
+        "peft",
+        "transformers",
+        "python",
+        "cuda",
+    } <= set(here)
     assert versions.differences([here, here, here]) == []
     nodes = [{"trl": "1.16.0", "torch": "2.13.0+cpu"} for _ in range(64)]
     nodes[7] = {"trl": "1.15.2", "torch": "2.13.0+cu130"}

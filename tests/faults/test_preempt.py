@@ -64,7 +64,9 @@ def train(rank: int, store: StoreHost, grace_s: float = HANG_S, stuck_at: int = 
     preemption, meeting = Preemption(topology, client, grace_s, watch), Meeting(topology, client)
     preemption.last_checkpoint = lambda: "/run/checkpoint-3"
     preemption.begin_training()
-    watch.add_tick(lambda: print("found a failure", flush=True) if watch._watch._failure.is_found() else None)
+    watch.add_tick(
+        lambda: print("found a failure", flush=True) if watch._watch._failure.is_found() else None
+    )
     with watch.guard():
         try:
             for step in range(1, STEPS):
@@ -100,11 +102,18 @@ def test_row_15_all_ranks_save_the_same_step_and_leave_with_143(tmp_path, store,
         assert [rank.wait() for rank in ranks] == [PREEMPTED] * RANKS, ranks[0].text
         assert len({tuple(saved(rank)) for rank in ranks}) == 1 and len(saved(ranks[0])) == 1
         ended = [rank.text.count("ends") for rank in ranks]
-        asked = [line for rank in ranks for line in rank.text.splitlines() if f"received {number.name}" in line]
+        asked = [
+            line
+            for rank in ranks
+            for line in rank.text.splitlines()
+            if f"received {number.name}" in line
+        ]
         nodes = len({k // 2 for k in signalled})
-        assert 1 <= len(asked) <= nodes  # once per node, unless the other node's signal has ended the run before
+        # once per node, unless the other node's signal has ended the run before
+        assert 1 <= len(asked) <= nodes
         step = min(int(line.partition("at the end of step ")[2].split(",")[0]) for line in asked)
-        assert step <= ended[0] <= step + 1  # one more only if another rank had ended the step already
+        # one more only if another rank had ended the step already
+        assert step <= ended[0] <= step + 1
 
 
 def test_row_15_a_step_that_does_not_end_ends_the_run_at_the_deadline(tmp_path, store):
@@ -147,7 +156,9 @@ def test_row_16_a_ctrl_c_and_a_sigterm_that_are_pending_together_are_a_ctrl_c(tm
         assert rank.result == [signal.SIGINT, signal.SIGTERM]
 
 
-def test_row_15_the_signal_of_the_environment_is_received_although_the_launcher_ignores_it(tmp_path, monkeypatch):
+def test_row_15_the_signal_of_the_environment_is_received_although_the_launcher_ignores_it(
+    tmp_path, monkeypatch
+):
     def body(rank: int) -> list:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited from `trap '' USR1`
         watch = Watchdog(LAUNCHED)
@@ -184,7 +195,8 @@ def test_row_15_a_launcher_that_the_signal_would_end_is_named_at_the_start(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("resumes", "then"), [(True, "continues from it"), (False, "begins at step 1"), (None, "begins")]
+    ("resumes", "then"),
+    [(True, "continues from it"), (False, "begins at step 1"), (None, "begins")],
 )
 def test_row_15_the_line_says_what_a_new_launch_of_this_script_does(tmp_path, resumes, then):
     def body(rank: int) -> None:
@@ -208,7 +220,8 @@ def test_row_15_ranks_that_leave_ignore_the_signals_of_their_launcher(tmp_path):
             preemption.leave("/run/checkpoint-3")
         finally:
             watch.close()
-            os.kill(os.getpid(), signal.SIGTERM)  # it would end this process before the call returns
+            # it would end this process before the call returns
+            os.kill(os.getpid(), signal.SIGTERM)
 
     with forked(body, 1, tmp_path) as (rank,):
         assert rank.wait() == PREEMPTED, rank.text
@@ -225,13 +238,17 @@ def leave_preempted(store: StoreHost, end: Callable[[Watchdog, int], None], rank
         end(watch, rank)
 
 
-def test_row_15_a_rank_that_still_ends_its_engine_may_outlive_the_launcher_of_node_0(tmp_path, store):
+def test_row_15_a_rank_that_still_ends_its_engine_may_outlive_the_launcher_of_node_0(
+    tmp_path, store
+):
     """torchrun ends that launcher, and the store with it, when the ranks of node 0 have left with 143."""
 
     def end(watch: Watchdog, rank: int) -> None:
         watch.close()
         if rank >= 2:  # ends its engine until its watch thread has seen that the store is gone
-            until(watch._watch.stopped.is_set, "the watch thread to let this rank outlive the store")
+            until(
+                watch._watch.stopped.is_set, "the watch thread to let this rank outlive the store"
+            )
 
     with forked(partial(leave_preempted, store, end), RANKS, tmp_path) as ranks:
         assert [rank.wait() for rank in ranks[:2]] == [PREEMPTED] * 2, ranks[0].text + ranks[1].text
@@ -240,7 +257,9 @@ def test_row_15_a_rank_that_still_ends_its_engine_may_outlive_the_launcher_of_no
         assert not any("the run failed" in rank.text for rank in ranks)
 
 
-def test_row_15_a_checkpoint_is_whole_so_a_rank_that_waits_for_the_others_may_outlive_the_store(tmp_path, store):
+def test_row_15_a_checkpoint_is_whole_so_a_rank_that_waits_for_the_others_may_outlive_the_store(
+    tmp_path, store
+):
     """A rank of another node was so slow that it had not seen all ranks finished when the store ended."""
 
     def end(watch: Watchdog, rank: int) -> None:
@@ -286,10 +305,18 @@ def test_row_15_before_the_first_step_the_run_ends_at_once_with_143(tmp_path):
 
 def test_row_15_the_grace_is_the_smaller_of_the_setting_and_what_torchrun_leaves():
     limit = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
-    assert grace_after(signal.SIGTERM, 600.0, {}) == 25.0 and grace_after(signal.SIGTERM, 10.0, {}) == 10.0
-    assert grace_after(signal.SIGTERM, 600.0, limit) == 595.0 and grace_after(signal.SIGUSR1, 600.0, {}) == 600.0
+    assert (
+        grace_after(signal.SIGTERM, 600.0, {}) == 25.0
+        and grace_after(signal.SIGTERM, 10.0, {}) == 10.0
+    )
+    assert (
+        grace_after(signal.SIGTERM, 600.0, limit) == 595.0
+        and grace_after(signal.SIGUSR1, 600.0, {}) == 600.0
+    )
     assert grace_after(signal.SIGTERM, 600.0, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4"}) == 2.0
-    assert "25 s are left" in grace_note(600.0, {}) and "torchrun kills the ranks after 30 s" in grace_note(600.0, {})
+    assert "25 s are left" in grace_note(
+        600.0, {}
+    ) and "torchrun kills the ranks after 30 s" in grace_note(600.0, {})
     assert "torchrun" not in grace_note(10.0, {})
     assert "after a SIGUSR2 600 s" in grace_note(600.0, {PREEMPT_VARIABLE: "SIGUSR2"})
 
@@ -304,7 +331,13 @@ def test_row_15_a_signal_that_cannot_preempt_is_refused(name):
 def test_row_15_transformers_own_checkpoint_at_sigterm_is_refused(tmp_path):
     with refused("enable_jit_checkpoint", got=True, expected=False):
         GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, enable_jit_checkpoint=True)
-    GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, enable_jit_checkpoint=True, use_vllm=False)
+    GRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        enable_jit_checkpoint=True,
+        use_vllm=False,
+    )
 
 
 # ---- the trainer's loop ---------------------------------------------------------------------------------------------
@@ -315,27 +348,38 @@ def callback(asked: bool, output_dir: Path = Path("run")) -> SaveAtPreemption:
         LAUNCHED,
         None,
         60.0,
-        SimpleNamespace(add_chore=lambda _: None, is_first=lambda _: False, ending=SimpleNamespace(resumes=True)),
+        SimpleNamespace(
+            add_chore=lambda _: None, is_first=lambda _: False, ending=SimpleNamespace(resumes=True)
+        ),
     )
     found = SaveAtPreemption(preemption, str(output_dir))
     found.on_train_begin(None, None, None)
     found.on_step_begin(None, SimpleNamespace(global_step=7), None)
     if asked:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(preemption_module.threading, "Timer", lambda *_: SimpleNamespace(start=lambda: None))
+            patch.setattr(
+                preemption_module.threading, "Timer", lambda *_: SimpleNamespace(start=lambda: None)
+            )
             assert preemption.ask(signal.SIGTERM)
     return found
 
 
 def control(**values: bool) -> SimpleNamespace:
-    return SimpleNamespace(**{"should_save": False, "should_training_stop": False, "should_evaluate": True} | values)
+    return SimpleNamespace(
+        **{"should_save": False, "should_training_stop": False, "should_evaluate": True} | values
+    )
 
 
 def test_row_15_the_step_is_saved_and_its_evaluation_left_out(monkeypatch):
-    monkeypatch.setattr(preemption_module.signal, "signal", lambda *_: None)  # it would ignore the signals from now on
+    # it would ignore the signals from now on
+    monkeypatch.setattr(preemption_module.signal, "signal", lambda *_: None)
     state, given, asked = SimpleNamespace(global_step=8), control(), callback(True)
     asked.on_step_end(None, state, given)
-    assert vars(given) == {"should_save": True, "should_training_stop": True, "should_evaluate": False}
+    assert vars(given) == {
+        "should_save": True,
+        "should_training_stop": True,
+        "should_evaluate": False,
+    }
     with pytest.raises(Preempted) as error:
         asked.on_epoch_end(None, state, given)
     assert error.value.code == PREEMPTED
@@ -345,9 +389,15 @@ AFTER_THE_LAST = {"should_save": True, "should_training_stop": True, "should_eva
 UNCHANGED = {"should_save": False, "should_training_stop": False, "should_evaluate": True}
 
 
-@pytest.mark.parametrize(("asked", "last", "expected"), [(True, True, AFTER_THE_LAST), (False, False, UNCHANGED)])
+@pytest.mark.parametrize(
+    ("asked", "last", "expected"), [(True, True, AFTER_THE_LAST), (False, False, UNCHANGED)]
+)
 def test_row_15_the_script_goes_on_after_the_last_step_and_without_a_signal(asked, last, expected):
-    state, given, saves = SimpleNamespace(global_step=8), control(should_training_stop=last), callback(asked)
+    state, given, saves = (
+        SimpleNamespace(global_step=8),
+        control(should_training_stop=last),
+        callback(asked),
+    )
     saves.on_step_end(None, state, given)
     saves.on_epoch_end(None, state, given)
     assert vars(given) == expected
@@ -376,7 +426,9 @@ def test_row_15_the_newest_whole_checkpoint_is_found(tmp_path):
     assert newest_whole(tmp_path) is None
     for step in (2, 10, 9, 11):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text('{"epoch": 0}' if step != 9 else "{")
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(
+            '{"epoch": 0}' if step != 9 else "{"
+        )
     (tmp_path / MARKERS).mkdir(parents=True)
     (tmp_path / MARKERS / "checkpoint-11.rank3").touch()
     assert newest_whole(tmp_path) == tmp_path / "checkpoint-10"
@@ -386,13 +438,17 @@ def test_row_15_the_newest_whole_checkpoint_is_found(tmp_path):
 
 
 @pytest.mark.real
-def test_row_15_an_engine_ignores_signals_from_its_first_moment_on_and_ends_by_its_owners(tmp_path, monkeypatch):
+def test_row_15_an_engine_ignores_signals_from_its_first_moment_on_and_ends_by_its_owners(
+    tmp_path, monkeypatch
+):
     """The owner blocks the signals around the start, so that none arrives before the engine can ignore it."""
     monkeypatch.setenv(PREEMPT_VARIABLE, "USR1")
     folder = RunFolder(0)
     save_without_weights(tiny_qwen2(), tiny_tokenizer(), folder.path / "model")
     args = ENGINE_ARGS | {"model": str(folder.path / "model")}
-    engine = EngineProcess(EngineSpec(0, str(folder.path), os.getpid(), args), tmp_path / "engine0.log", {}, FAKE)
+    engine = EngineProcess(
+        EngineSpec(0, str(folder.path), os.getpid(), args), tmp_path / "engine0.log", {}, FAKE
+    )
     try:
         for _ in range(5):  # during its first imports
             send_all(engine)

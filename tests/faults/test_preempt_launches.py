@@ -22,7 +22,13 @@ RUN = {
     "gradient_accumulation_steps": 1, "max_steps": LAST, "max_completion_length": 8, "max_staleness": 1,
 }  # fmt: skip
 BROKEN = {"output": "broken", "save_strategy": "no"}  # nothing else saves a checkpoint
-LATE = {"output": "late", "name": "late", "save_strategy": "steps", "save_steps": 1, "preemption_grace": 3.0}
+LATE = {
+    "output": "late",
+    "name": "late",
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "preemption_grace": 3.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +49,18 @@ def launches(tmp_path_factory):
             launcher_logs = [nodes.launcher_log(node) for node in range(2)]
             codes.append([set(re.findall(r"exitcode +: (-?\d+)", log)) for log in launcher_logs])
             assert nodes.pids(0) + nodes.pids(1) == []
-            files = [folder / "broken" / "_multinode" / f"ending-node{node}.json" for node in range(2)]
+            files = [
+                folder / "broken" / "_multinode" / f"ending-node{node}.json" for node in range(2)
+            ]
             endings.append([json.loads(file.read_text()) for file in files if file.exists()])
     return {"folder": folder, "logs": logs, "codes": codes, "endings": endings}
 
 
 def results(launches: dict, name: str) -> list[dict]:
-    return [json.loads((launches["folder"] / f"{name}_rank{rank}.json").read_text()) for rank in range(RANKS)]
+    return [
+        json.loads((launches["folder"] / f"{name}_rank{rank}.json").read_text())
+        for rank in range(RANKS)
+    ]
 
 
 def test_row_15_every_rank_leaves_with_143_after_a_checkpoint(launches):
@@ -67,12 +78,24 @@ def test_row_15_the_ending_file_has_the_code_and_the_checkpoint(launches):
         for ending in launches["endings"][number]:
             assert (ending["code"], ending["step"]) == (143, step), ending
             assert ending["checkpoint"] == f"{launches['folder']}/broken/checkpoint-{step}"
-    assert [ending["continues"] for ending in launches["endings"][1]] == [True, True]  # that launch had resumed
+    # that launch had resumed
+    assert [ending["continues"] for ending in launches["endings"][1]] == [
+        True,
+        True,
+    ]
 
 
 def test_row_15_the_signal_and_the_time_that_is_left_are_named(launches):
     first, second = ("".join(logs) for logs in launches["logs"][:2])
-    assert len(re.findall(r"node 1, rank \d: received SIGHUP. A checkpoint follows at the end of step 3", first)) == 1
+    assert (
+        len(
+            re.findall(
+                r"node 1, rank \d: received SIGHUP. A checkpoint follows at the end of step 3",
+                first,
+            )
+        )
+        == 1
+    )
     assert "all ranks leave with code 143; 25 s are left for that" in first
     assert "node 0, rank 1: received SIGUSR1. A checkpoint follows at the end of step 5" in second
     assert "after a SIGTERM or SIGHUP 25 s are left" in first and "after a SIGUSR1 600 s" in first
@@ -82,8 +105,15 @@ def test_row_15_the_run_goes_on_bitwise(launches):
     """Rows, losses and norms of the gradient of all steps, in two runs that were pre-empted and one that ended."""
     runs = [results(launches, name) for name in ("whole", "first", "second", "third")]
     for whole, *parts in zip(*runs, strict=True):
-        assert [list(map(int, part["steps"])) for part in parts] == [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]]
-        assert parts[-1]["steps"] == whole["steps"] and len(set(map(tuple, whole["steps"].values()))) == LAST
+        assert [list(map(int, part["steps"])) for part in parts] == [
+            [1, 2, 3],
+            [1, 2, 3, 4, 5],
+            [1, 2, 3, 4, 5, 6],
+        ]
+        assert (
+            parts[-1]["steps"] == whole["steps"]
+            and len(set(map(tuple, whole["steps"].values()))) == LAST
+        )
         assert [one for part in parts for one in part["rounds"]] == whole["rounds"]
 
 
@@ -91,5 +121,11 @@ def test_row_15_a_step_that_takes_too_long_ends_at_the_deadline(launches):
     last = {log.splitlines()[-1] for log in launches["logs"][2]}
     line = last.pop()
     assert not last, last
-    assert "node 1, rank 3, phase reward: pre-empted by SIGTERM: the end of step 3 did not come within" in line
-    assert f"`preemption_grace` (3 s). The last whole checkpoint is {launches['folder']}/late/checkpoint-2" in line
+    assert (
+        "node 1, rank 3, phase reward: pre-empted by SIGTERM: the end of step 3 did not come within"
+        in line
+    )
+    assert (
+        f"`preemption_grace` (3 s). The last whole checkpoint is {launches['folder']}/late/checkpoint-2"
+        in line
+    )

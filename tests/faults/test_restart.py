@@ -54,9 +54,18 @@ class OneNode(Updates):
     divergence_limit = 0.02
 
     def __init__(
-        self, folder: Path, num_engines: int = 1, staleness: int = 0, max_completion_length: int = 12, **settings
+        self,
+        folder: Path,
+        num_engines: int = 1,
+        staleness: int = 0,
+        max_completion_length: int = 12,
+        **settings,
     ):
-        settings = {"rollout_seed": 5, "engine_stall_timeout": HANG_S, "max_staleness": staleness} | settings
+        settings = {
+            "rollout_seed": 5,
+            "engine_stall_timeout": HANG_S,
+            "max_staleness": staleness,
+        } | settings
         self.settings = NodeSettings(**settings)
         self.topology, self.phases = Topology(0, 1, 0, 1, 0, 1, False), Phases()
         self.watch = Watchdog(self.topology)
@@ -67,14 +76,20 @@ class OneNode(Updates):
         self._rank = self.updates = self
         self._agreement = SimpleNamespace(meet=Meeting(self.topology, None).wait)
         self._presence = SimpleNamespace(activity=SimpleNamespace(synced=False))
-        self._fleet = EngineFleet(self.topology, self.watch, None, self.settings, folder, self.lines.append)
+        self._fleet = EngineFleet(
+            self.topology, self.watch, None, self.settings, folder, self.lines.append
+        )
         self.model = tiny_qwen2()
-        environment = CPU_ENVIRONMENT | cores_per_worker(self.settings.vllm_tensor_parallel_size or 1)
+        environment = CPU_ENVIRONMENT | cores_per_worker(
+            self.settings.vllm_tensor_parallel_size or 1
+        )
         arguments = {"arguments": self._arguments, "environment": lambda index: environment}
         self._fleet.start(SimpleNamespace(**arguments), num_engines, self.model, tiny_tokenizer())
         self.engines = self._fleet.connect(num_engines, 64)
         self.ahead_engines = self._fleet.connect(num_engines, 64) if staleness else None
-        self._sync = WeightSync(ModuleSource(self.model, torch.float32), self.engines, 40_000, Transport())
+        self._sync = WeightSync(
+            ModuleSource(self.model, torch.float32), self.engines, 40_000, Transport()
+        )
         if self.keeps_copy:
             self._sync.copy = HostCopy(self.lines.append)
         self.clocks, self._renewed = EngineClocks(), []
@@ -99,7 +114,9 @@ class OneNode(Updates):
     def start_engines(self, *_):
         return self.engines
 
-    def story(self, act: Callable[[str, int], None] = lambda moment, number: None, first: int = 0) -> list:
+    def story(
+        self, act: Callable[[str, int], None] = lambda moment, number: None, first: int = 0
+    ) -> list:
         """Train some rounds. `act` is called with a moment and the number of the round, beginning with `first`."""
         found = []
         for number in range(first, first + ROUNDS):
@@ -111,14 +128,17 @@ class OneNode(Updates):
                 self.generation.take_groups(
                     len(PROMPTS),
                     len(PROMPTS),
-                    lambda ahead, left=left: ([{} for _ in PROMPTS], PROMPTS) if ahead <= left else None,
+                    lambda ahead, left=left: (
+                        ([{} for _ in PROMPTS], PROMPTS) if ahead <= left else None
+                    ),
                 )
             act("sync", number)
             self.generation.sync_weights()
             act("generate", number)
             with self.generation.recovering():
                 ids = self.generation.generate(PROMPTS, None, 4)[1]
-                ids += self.generation.generate([PROMPTS[0] + ids[0] + [3]], None, 1)[1]  # as a tool loop does
+                # as a tool loop does
+                ids += self.generation.generate([PROMPTS[0] + ids[0] + [3]], None, 1)[1]
                 self.align()
             versions = [row.version.step for row in self.generation.used.rows]
             found.append((ids, versions, self.generation.version.step))
@@ -143,7 +163,9 @@ class OneNode(Updates):
         self.kill()
         until(lambda: self.num_restarts == num_restarts and self._fleet.restarts.is_ready(0))
 
-    def kill_in_generation(self, index: int = 0, how: signal.Signals = signal.SIGKILL, ahead: bool = False) -> None:
+    def kill_in_generation(
+        self, index: int = 0, how: signal.Signals = signal.SIGKILL, ahead: bool = False
+    ) -> None:
         engines = self.ahead_engines if ahead else self.engines
 
         def later() -> None:
@@ -156,7 +178,9 @@ class OneNode(Updates):
 
     def kill_in_vllm(self, title: str, with_rows: bool = False) -> None:
         """Kill the first of vLLM's processes with this word in its title, at once or as soon as it has rows."""
-        process = next(child for child in descendants(self.engines[0].ready.pid) if title in title_of(child))
+        process = next(
+            child for child in descendants(self.engines[0].ready.pid) if title in title_of(child)
+        )
 
         def later() -> None:
             until(lambda: self.engines.rows_left)
@@ -193,7 +217,8 @@ class OneNode(Updates):
 @pytest.fixture
 def node(tmp_path, monkeypatch):
     """Builds nodes; their engines are forks, so that a restart takes tenths of a second."""
-    monkeypatch.setattr(fleet_module, "STOP_TIMEOUT_S", 0.5)  # of an engine that no client can ask to end
+    # of an engine that no client can ask to end
+    monkeypatch.setattr(fleet_module, "STOP_TIMEOUT_S", 0.5)
     made = []
 
     def build(module: str | None = None, slow: float = 0.01, **settings) -> OneNode:
@@ -228,7 +253,11 @@ def test_rows_1_2_8_an_engine_may_die_at_any_moment(node, expected):
     kills = [at("generate", 0, one.kill), at("idle", 1, one.kill), at("sync", 2, one.kill_in_sync)]
     assert one.story(lambda *moment: [kill(*moment) for kill in kills]) == expected
     text = "\n".join(one.lines)
-    assert "engine 0 ended (its process" in text and "was killed by SIGKILL" in text and "2 restart(s) left" in text
+    assert (
+        "engine 0 ended (its process" in text
+        and "was killed by SIGKILL" in text
+        and "2 restart(s) left" in text
+    )
     assert "engine 0 was started again in" in text and one.num_restarts == 3 and not one.ends
     for update in (1, 3):
         assert f"got the weights of update {update} (step {update - 1}) again" in text
@@ -249,14 +278,19 @@ def test_row_1_the_clocks_of_an_engine_go_on_after_a_restart(node):
     assert len(seconds) == ROUNDS and seconds == sorted(seconds) and seconds[-1] > seconds[0]
 
 
-def test_row_3_an_engine_may_die_twice_and_the_third_time_ends_the_run_with_the_count(node, expected):
+def test_row_3_an_engine_may_die_twice_and_the_third_time_ends_the_run_with_the_count(
+    node, expected
+):
     one = node()
     acts = [at("generate", 0, one.kill_in_generation), at("idle", 2, one.kill)]
     assert one.story(lambda *moment: [act(*moment) for act in acts]) == expected
     assert one.num_restarts == 2 and not one.ends
     one.kill()
     until(lambda: one.ends)
-    assert "engine 0 of node 0 ended after 2 restart(s) (`engine_restarts=2`): its process" in one.ends[0]
+    assert (
+        "engine 0 of node 0 ended after 2 restart(s) (`engine_restarts=2`): its process"
+        in one.ends[0]
+    )
     assert "engine0.log" in one.ends[0]
 
 
@@ -279,8 +313,12 @@ def test_row_3_twice_in_a_row(node, expected, copy):
 
 def test_row_4_a_stopped_engine_is_killed_and_started_again(node, expected):
     one = node(engine_stall_timeout=STALL_S)
-    assert one.story(at("generate", 1, lambda: one.kill_in_generation(how=signal.SIGSTOP))) == expected
-    assert "it stalled and was killed" in "\n".join(one.lines) and f"for {STALL_S:.0f} s" in "\n".join(one.lines)
+    assert (
+        one.story(at("generate", 1, lambda: one.kill_in_generation(how=signal.SIGSTOP))) == expected
+    )
+    assert "it stalled and was killed" in "\n".join(
+        one.lines
+    ) and f"for {STALL_S:.0f} s" in "\n".join(one.lines)
 
 
 def test_row_3_ranks_that_lost_different_processes_of_an_engine_ask_for_the_same_restart():
@@ -294,7 +332,10 @@ def test_row_2_the_other_engine_of_a_node_goes_on(node, expected, copy):
     made = one.story(at("generate", 0, lambda: one.kill_in_generation(1)))
     assert made == expected and one.num_restarts == 1
     # without a copy it gets them with the next sync
-    assert any("engine 1 got the weights of update 1 (step 0) again" in line for line in one.lines) == copy
+    assert (
+        any("engine 1 got the weights of update 1 (step 0) again" in line for line in one.lines)
+        == copy
+    )
     assert [client.lost for client in one.engines] == [None, None]
 
 
@@ -314,7 +355,9 @@ def test_row_2_rows_in_flight_begin_again(node):
     ahead.expect(one.generation.version)  # a host connects before the first sync
     stream = ahead.open_stream(12, {})
     alone = one.engines.generate([Request(PROMPTS[0], 8, seed=1)], 12, {}, 1)[0]
-    stream.add([Request(PROMPTS[0], seed=1 + row, min_update=1, group=(0, 0), row=row) for row in range(8)])
+    stream.add(
+        [Request(PROMPTS[0], seed=1 + row, min_update=1, group=(0, 0), row=row) for row in range(8)]
+    )
     found = {}
     while len(found) < 3:
         found |= {request.row: rollout for request, (rollout,) in stream.poll()}
@@ -326,7 +369,9 @@ def test_row_2_rows_in_flight_begin_again(node):
     one.generation._recover()
     while len(found) < 8:
         found |= {request.row: rollout for request, (rollout,) in stream.poll()}
-    assert [found[row].tokens.tolist() for row in range(8)] == [row.tokens.tolist() for row in alone]
+    assert [found[row].tokens.tolist() for row in range(8)] == [
+        row.tokens.tolist() for row in alone
+    ]
     assert stream.rows_left == 0 and not stream.stopped
     stream.close()
 
@@ -337,7 +382,9 @@ def test_rows_in_flight_begin_again_although_nobody_has_seen_that_their_connecti
     one.ahead_engines = ahead = one._fleet.connect(1, 3)
     ahead.expect(one.generation.version)
     stream = ahead.open_stream(12, {})
-    stream.add([Request(PROMPTS[0], seed=1 + row, min_update=1, group=(0, 0), row=row) for row in range(8)])
+    stream.add(
+        [Request(PROMPTS[0], seed=1 + row, min_update=1, group=(0, 0), row=row) for row in range(8)]
+    )
     found = {request.row for request, _ in stream.poll()}
     one.kill()
     (lost,) = ahead
@@ -380,7 +427,9 @@ def test_rows_1_2_8_with_a_copy_no_rank_gathers_weights_again(node, expected):
         assert f"got the weights of update {update} (step {update - 1}) again" in text
     size = sum(parameter.numel() for parameter in one.model.parameters()) * 4
     assert size <= one._sync.copy.num_bytes < 1.1 * size
-    assert text.count(f"`engine_restart_copy` holds {one._sync.copy.num_bytes / 2**20:.1f} MiB") == 1
+    assert (
+        text.count(f"`engine_restart_copy` holds {one._sync.copy.num_bytes / 2**20:.1f} MiB") == 1
+    )
 
 
 @pytest.mark.parametrize("copy", [True, False])
@@ -402,7 +451,10 @@ def test_row_2_weights_of_an_earlier_step_are_there_with_a_copy_only(node, copy)
         one.align()
     assert one.generation.version.step == 0
     one.generation.sync_weights()
-    assert one.generation.version.step == 1 and one.generation.generate(PROMPTS, None, 4)[1] != expected
+    assert (
+        one.generation.version.step == 1
+        and one.generation.generate(PROMPTS, None, 4)[1] != expected
+    )
 
 
 @pytest.mark.engine
@@ -410,7 +462,11 @@ def test_row_2_weights_of_an_earlier_step_are_there_with_a_copy_only(node, copy)
 def test_rows_1_2_8_with_vllm(node):
     """A worker of a TP 2 engine is killed in generation, its core idle, and the engine while weights are sent."""
     one = node(
-        TREE, engine_restarts=3, engine_stall_timeout=120.0, max_completion_length=100, vllm_tensor_parallel_size=2
+        TREE,
+        engine_restarts=3,
+        engine_stall_timeout=120.0,
+        max_completion_length=100,
+        vllm_tensor_parallel_size=2,
     )
     expected = one.story()
     one.begin_again()

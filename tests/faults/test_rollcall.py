@@ -42,13 +42,17 @@ def _short(monkeypatch):
     for module in (rollcall, meeting):
         monkeypatch.setattr(module, "RETRY_S", 0.1)
     monkeypatch.setattr(rollcall, "QUIET_S", 0.0)
-    for name in [name for name in os.environ if name.startswith(("PET_", "SLURM_", "TRL_MULTINODE_"))]:
+    for name in [
+        name for name in os.environ if name.startswith(("PET_", "SLURM_", "TRL_MULTINODE_"))
+    ]:
         monkeypatch.delenv(name)
 
 
 @pytest.fixture
 def place() -> Place:
-    return Place("127.0.0.1", free_port(), timeout_s=HANG_S, every_s=1.0, settle_s=0.3, linger_s=0.2)
+    return Place(
+        "127.0.0.1", free_port(), timeout_s=HANG_S, every_s=1.0, settle_s=0.3, linger_s=0.2
+    )
 
 
 def changed(hello: Hello, **values) -> Hello:
@@ -69,7 +73,10 @@ def meet(place: Place, *hellos: Hello) -> list[Verdict]:
 async def until_held(place: Place) -> None:
     """Wait until a node of this process, or another program of it, listens on the port."""
     process = psutil.Process()
-    while not any(one.status == "LISTEN" and one.laddr.port == place.port for one in process.net_connections("tcp")):
+    while not any(
+        one.status == "LISTEN" and one.laddr.port == place.port
+        for one in process.net_connections("tcp")
+    ):
         await asyncio.sleep(0.01)
 
 
@@ -87,8 +94,12 @@ def test_the_launcher_has_the_port_as_soon_as_the_roll_call_is_over(tmp_path, pl
     """The store of torchrun, on the port of the roll-call, right after it and on every node."""
 
     def node(rank: int) -> list:
-        verdict = asyncio.run(call(place, changed((A, B)[rank], host_id=host_id(), pid=os.getpid())))
-        store = TCPStore("127.0.0.1", place.port, 2, is_master=rank == 0, timeout=timedelta(seconds=HANG_S))
+        verdict = asyncio.run(
+            call(place, changed((A, B)[rank], host_id=host_id(), pid=os.getpid()))
+        )
+        store = TCPStore(
+            "127.0.0.1", place.port, 2, is_master=rank == 0, timeout=timedelta(seconds=HANG_S)
+        )
         store.set(f"here/{rank}", "")
         store.wait(["here/0", "here/1"])
         store.add("left", 1)
@@ -100,21 +111,33 @@ def test_the_launcher_has_the_port_as_soon_as_the_roll_call_is_over(tmp_path, pl
         (code, lines), other = (one.result for one in nodes)
         assert code == 0 and other == [code, lines]
         assert re.match(r"2 of 2 nodes here after \d+ s: 0 \(a\) 8 GPUs, 1 \(b\) 8 GPUs$", lines[0])
-        assert lines[1] == "versions on all nodes: torch 2.13.0, trl 1.16.0, vllm 0.31.0, peft 0.21.2"
+        assert (
+            lines[1] == "versions on all nodes: torch 2.13.0, trl 1.16.0, vllm 0.31.0, peft 0.21.2"
+        )
 
 
 @pytest.mark.nightly
 def test_a_roll_call_of_64_nodes_has_one_verdict(place):
-    hellos = [changed(B, rank=rank, nodes=64, host=f"host{rank}", host_id=f"{rank}") for rank in range(64)]
+    hellos = [
+        changed(B, rank=rank, nodes=64, host=f"host{rank}", host_id=f"{rank}") for rank in range(64)
+    ]
     verdicts = meet(place, *hellos)
     assert {(one.code, *one.lines) for one in verdicts} == {(0, *verdicts[0].lines)}
-    assert "64 of 64 nodes here after" in verdicts[0].lines[0] and "and 48 more" in verdicts[0].lines[0]
+    assert (
+        "64 of 64 nodes here after" in verdicts[0].lines[0]
+        and "and 48 more" in verdicts[0].lines[0]
+    )
 
 
 @pytest.mark.nightly
 def test_a_strangers_bytes_do_not_disturb_it(place, capsys):
     """Random bytes, an endless line, a message of another kind, a silent connection, many connections."""
-    noise = [secrets.token_bytes(3000), b"x" * 1_000_000, b'{"type":"Verdict","code":0,"lines":[]}\n', b""]
+    noise = [
+        secrets.token_bytes(3000),
+        b"x" * 1_000_000,
+        b'{"type":"Verdict","code":0,"lines":[]}\n',
+        b"",
+    ]
     noise += [b'{"type":"Hello","rank":"one"}\n', b"GET / HTTP/1.1\r\n\r\n"] + [b"\n"] * 100
     kept = []
 
@@ -146,12 +169,19 @@ def test_row_25_a_node_that_never_starts_is_named_every_interval_and_at_the_limi
     async def nodes() -> list[Verdict]:
         first = asyncio.create_task(call(often, changed(A, nodes=3)))
         await until_held(place)
-        patient = call(replace(often, timeout_s=HANG_S), changed(B, nodes=3))  # it hears from the other one
+        # it hears from the other one
+        patient = call(replace(often, timeout_s=HANG_S), changed(B, nodes=3))
         return await asyncio.gather(first, patient)
 
     ((code, line),) = {(one.code, *one.lines) for one in asyncio.run(nodes())}
-    assert code == PEER_LOST and "machine_rank 2; " in line and " 3 s " in line and "--timeout" in line
-    shown = re.findall(r"roll-call: 2 of 3 nodes here after [\d]+ s: .*machine_rank 2$", capsys.readouterr().out, re.M)
+    assert (
+        code == PEER_LOST and "machine_rank 2; " in line and " 3 s " in line and "--timeout" in line
+    )
+    shown = re.findall(
+        r"roll-call: 2 of 3 nodes here after [\d]+ s: .*machine_rank 2$",
+        capsys.readouterr().out,
+        re.M,
+    )
     assert len(shown) >= 4  # twice in each of the two nodes, at least
 
 
@@ -170,7 +200,11 @@ def test_row_25_a_node_that_left_is_missing_again(place, capsys):
         return await asyncio.gather(first, leaving)
 
     first, leaving = asyncio.run(nodes())
-    assert "machine_rank 1, 2" in first.lines[0] and " 1 s " in leaving.lines[0] and "--timeout" in leaving.lines[0]
+    assert (
+        "machine_rank 1, 2" in first.lines[0]
+        and " 1 s " in leaving.lines[0]
+        and "--timeout" in leaving.lines[0]
+    )
     assert "node 1 (b) has left the roll-call" in capsys.readouterr().out
 
 
@@ -216,7 +250,9 @@ def test_row_24_swapped_ranks_are_named_on_both_hosts(tmp_path):
     (temporary := tmp_path / "tmp").mkdir()
     hosts = Namespaces(f"tmn-{secrets.token_hex(3)}", 2)
     try:
-        place = Place(hosts.address(0), 29511, timeout_s=HANG_S, every_s=1.0, settle_s=0.3, linger_s=0.2)
+        place = Place(
+            hosts.address(0), 29511, timeout_s=HANG_S, every_s=1.0, settle_s=0.3, linger_s=0.2
+        )
 
         def node(host: int) -> list:
             enter_node(hosts.namespace(host), hosts.mounts(host, temporary))
@@ -244,7 +280,9 @@ def test_row_28_any_other_difference_is_a_warning(place):
     ]
 
 
-def test_row_27_the_owner_of_a_taken_port_is_named_on_its_node_and_all_nodes_end(place, monkeypatch):
+def test_row_27_the_owner_of_a_taken_port_is_named_on_its_node_and_all_nodes_end(
+    place, monkeypatch
+):
     for module in (rollcall, meeting):
         monkeypatch.setattr(module, "CONNECT_S", 0.5)
     with socket.create_server(("", place.port)):  # it takes connections and never answers
@@ -258,7 +296,10 @@ def test_row_27_the_owner_of_a_taken_port_is_named_on_its_node_and_all_nodes_end
 def test_row_27_a_port_taken_on_another_address_of_the_host_is_named(place):
     with socket.create_server(("127.0.0.2", place.port)):
         verdict = asyncio.run(call(place, A))
-    assert verdict.code == CONFIGURATION and f"is taken on this node by pid {os.getpid()}" in verdict.lines[0]
+    assert (
+        verdict.code == CONFIGURATION
+        and f"is taken on this node by pid {os.getpid()}" in verdict.lines[0]
+    )
 
 
 def test_row_27_the_check_alone_names_the_owner_too(config, place):
@@ -272,8 +313,13 @@ def test_row_27_the_check_alone_names_the_owner_too(config, place):
 
 def test_dns_a_name_that_does_not_resolve_is_named_on_every_node(place, capsys):
     code, line = error(replace(place, address="no-such-host.invalid", timeout_s=2.0), A, B)
-    assert code == CONFIGURATION and "this node cannot resolve main_process_ip no-such-host.invalid (" in line
-    assert capsys.readouterr().out.count("cannot resolve main_process_ip no-such-host.invalid (") >= 4
+    assert (
+        code == CONFIGURATION
+        and "this node cannot resolve main_process_ip no-such-host.invalid (" in line
+    )
+    assert (
+        capsys.readouterr().out.count("cannot resolve main_process_ip no-such-host.invalid (") >= 4
+    )
 
 
 # ---- the command
@@ -289,19 +335,46 @@ def test_a_limit_is_a_number_of_seconds(config, limit, capsys):
 @pytest.fixture
 def config(tmp_path, place):
     path = tmp_path / "config.yaml"
-    zero = {"deepspeed_multinode_launcher": "standard", "zero_stage": 3, "zero3_save_16bit_model": True}
-    keys = {"num_machines": 2, "num_processes": 4, "main_process_ip": "127.0.0.1", "main_process_port": place.port}
-    file = {"distributed_type": "DEEPSPEED", "use_cpu": True, "mixed_precision": "no", "deepspeed_config": zero}
+    zero = {
+        "deepspeed_multinode_launcher": "standard",
+        "zero_stage": 3,
+        "zero3_save_16bit_model": True,
+    }
+    keys = {
+        "num_machines": 2,
+        "num_processes": 4,
+        "main_process_ip": "127.0.0.1",
+        "main_process_port": place.port,
+    }
+    file = {
+        "distributed_type": "DEEPSPEED",
+        "use_cpu": True,
+        "mixed_precision": "no",
+        "deepspeed_config": zero,
+    }
     path.write_text(yaml.safe_dump(keys | file))
     return str(path)
 
 
-def test_every_node_runs_its_command_after_the_roll_call_and_ends_with_the_code_of_the_run(tmp_path, config):
+def test_every_node_runs_its_command_after_the_roll_call_and_ends_with_the_code_of_the_run(
+    tmp_path, config
+):
     def node(rank: int) -> int:
         ending = json.dumps({"code": 5 + rank, "cause": "engine 0 of node 1 ended"})
         script = f"echo started; echo '{ending}' > $TRL_MULTINODE_ENDING_FILE; exit 1"
         return main(
-            [config, "--wait", "--timeout", str(HANG_S), "--machine_rank", str(rank), "--", "sh", "-c", script]
+            [
+                config,
+                "--wait",
+                "--timeout",
+                str(HANG_S),
+                "--machine_rank",
+                str(rank),
+                "--",
+                "sh",
+                "-c",
+                script,
+            ]
         )
 
     with forked(node, 2, tmp_path) as nodes:
@@ -320,12 +393,25 @@ def test_no_node_runs_its_command_after_a_failed_roll_call(tmp_path, config):
         if rank == 1:
             sys.path.insert(0, str(distribution.parent))
         return main(
-            [config, "--wait", "--timeout", str(HANG_S), "--machine_rank", str(rank), "--", "echo", "star" + "ted"]
+            [
+                config,
+                "--wait",
+                "--timeout",
+                str(HANG_S),
+                "--machine_rank",
+                str(rank),
+                "--",
+                "echo",
+                "star" + "ted",
+            ]
         )
 
     with forked(node, 2, tmp_path) as nodes:
         assert [one.result for one in nodes] == [CONFIGURATION, CONFIGURATION]
-        assert all(re.search(r"error: trl: [\d.]+ on node 0 \(.*\), 0.9.0 on node 1 \(", one.text) for one in nodes)
+        assert all(
+            re.search(r"error: trl: [\d.]+ on node 0 \(.*\), 0.9.0 on node 1 \(", one.text)
+            for one in nodes
+        )
         assert not any("started" in one.text for one in nodes)
 
 
@@ -376,7 +462,9 @@ def test_a_signal_to_all_processes_of_a_job_is_not_forwarded_a_second_time(start
 @pytest.mark.nightly
 def test_the_preempt_signal_reaches_the_ranks_and_not_a_launcher_without_a_handler(started):
     rank = "import signal, sys, time; stop = lambda *_: (print('rank', flush=True), sys.exit(0))"
-    rank = f"{rank}; signal.signal(signal.SIGUSR1, stop); print('ready', flush=True); time.sleep(600)"
+    rank = (
+        f"{rank}; signal.signal(signal.SIGUSR1, stop); print('ready', flush=True); time.sleep(600)"
+    )
     launcher = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {rank!r}]).returncode + 7)"
     run = started(sys.executable, "-c", launcher, TRL_MULTINODE_PREEMPT_SIGNAL="USR1")
     run.wait_for("ready")
@@ -387,9 +475,14 @@ def test_the_preempt_signal_reaches_the_ranks_and_not_a_launcher_without_a_handl
 @pytest.mark.fault("suspended")
 def test_a_job_that_is_suspended_and_resumed_gets_no_signal(started, tmp_path):
     """`scontrol suspend`. `sigtimedwait` of Python 3.11 returned a SIGHUP that nobody had sent."""
-    got = "".join(f"trap 'echo got {name}' {name}; " for name in ("TERM", "INT", "HUP", "USR1", "USR2"))
+    got = "".join(
+        f"trap 'echo got {name}' {name}; " for name in ("TERM", "INT", "HUP", "USR1", "USR2")
+    )
     run = started(
-        "sh", "-c", f"{got} echo ready; while [ ! -e $0 ]; do sleep 0.05; done; echo end", str(tmp_path / "end")
+        "sh",
+        "-c",
+        f"{got} echo ready; while [ ! -e $0 ]; do sleep 0.05; done; echo end",
+        str(tmp_path / "end"),
     )
     run.wait_for("ready")
     for _ in range(5):
@@ -412,7 +505,9 @@ def test_no_command_outlives_a_check_that_is_killed(started):
 
 def ended(code: int, **more: object) -> str:
     """Return shell words that leave the ending file of a run."""
-    return f"echo '{json.dumps({'code': code, 'cause': 'a'} | more)}' > $TRL_MULTINODE_ENDING_FILE; "
+    return (
+        f"echo '{json.dumps({'code': code, 'cause': 'a'} | more)}' > $TRL_MULTINODE_ENDING_FILE; "
+    )
 
 
 @pytest.mark.parametrize(

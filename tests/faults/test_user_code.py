@@ -33,20 +33,25 @@ LIMIT_S = 0.2
 @pytest.mark.two_node
 @pytest.mark.nightly
 def test_rows_18_19_a_rank_without_rewards_is_counted_and_one_that_hangs_ends_the_run(tmp_path):
-    with Nodes(2, 1, folder=tmp_path, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True) as nodes:
+    with Nodes(
+        2, 1, folder=tmp_path, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True
+    ) as nodes:
         nodes.launch(SCRIPT, str(tmp_path))
         nodes.wait_for(1, "HANGS", timeout_s=HANG_S)
         assert all(nodes.wait(timeout_s=HANG_S))
         logs = [nodes.rank_log(rank) for rank in range(2)]
     counted = [line for line in logs[0].splitlines() if line.startswith("LOGGED")]
     assert counted == ["LOGGED [1, 4.0]", "LOGGED [2, 0.0]"]
-    (said,) = [line for log in logs for line in log.splitlines() if "`rewards/all_nan_rows`" in line]
+    (said,) = [
+        line for log in logs for line in log.splitlines() if "`rewards/all_nan_rows`" in line
+    ]
     assert "step 1: " in said and "4 rows of rank 1 (node 1)" in said
     lines = {log.splitlines()[-1] for log in logs}
     assert len(lines) == 1, lines
     line = lines.pop()
     assert re.search(
-        r"node 1, rank 1, phase reward: the reward function `plain` .* \d+ s, in row 2 .* rows 0 to 3; ", line
+        r"node 1, rank 1, phase reward: the reward function `plain` .* \d+ s, in row 2 .* rows 0 to 3; ",
+        line,
     )
     assert "(verify)" in line and "`call_timeout`" in line
 
@@ -56,7 +61,9 @@ class Hung:
 
     def __init__(self, *functions, timeout_s: float | None = LIMIT_S):
         self.reports: list[tuple[str, int]] = []
-        self.calls = RewardCalls(topology_of(0), timeout_s, lambda text, code: self.reports.append((text, code)))
+        self.calls = RewardCalls(
+            topology_of(0), timeout_s, lambda text, code: self.reports.append((text, code))
+        )
         names = [getattr(function, "__name__", "named") for function in functions]
         self.trainer = SimpleNamespace(reward_funcs=list(functions), reward_func_names=names)
         self.returned: list = []
@@ -65,7 +72,9 @@ class Hung:
         with self.calls.limited(self.trainer):
             for function in self.trainer.reward_funcs:
                 texts = [f"text {row}" for row in range(rows)]
-                output = function(prompts=texts, completions=texts, completion_ids=[[1]] * rows, **columns)
+                output = function(
+                    prompts=texts, completions=texts, completion_ids=[[1]] * rows, **columns
+                )
                 self.returned.append(asyncio.run(output) if asyncio.iscoroutine(output) else output)
 
     def end(self, hold: threading.Event, **columns) -> tuple[str, int]:
@@ -92,7 +101,9 @@ def hold():
 
 def test_row_18_a_function_that_loops_over_the_rows_is_named_with_the_row(hold):
     def slow(prompts, completions, **_):
-        return [row != 1 or hold.wait() for row, _ in enumerate(zip(prompts, completions, strict=True))]
+        return [
+            row != 1 or hold.wait() for row, _ in enumerate(zip(prompts, completions, strict=True))
+        ]
 
     text, code = Hung(slow).end(hold)
     assert code == USER_CODE
@@ -214,7 +225,12 @@ def test_row_18_without_the_setting_the_functions_get_plain_lists():
 def test_row_19_rows_without_a_reward_are_counted_and_their_rank_is_named_once(caplog):
     nan = float("nan")
     one_of_two = torch.tensor([[1.0, nan], [nan, 2.0]])
-    of_ranks = [one_of_two, torch.full((2, 2), nan), torch.tensor([[nan, nan], [3.0, 4.0]]), one_of_two]
+    of_ranks = [
+        one_of_two,
+        torch.full((2, 2), nan),
+        torch.tensor([[nan, nan], [3.0, 4.0]]),
+        one_of_two,
+    ]
     calls = RewardCalls(topology_of(0), None, print)
     with caplog.at_level(logging.WARNING, logger="trl_multinode"):
         assert calls.count_all_nan(torch.cat(of_ranks), 7) == 3
@@ -240,7 +256,9 @@ class Watched:
 
     def __init__(self, sync=None, later=None, timeout_s: float | None = LIMIT_S):
         self.reports: list[tuple[str, int]] = []
-        self.calls = ToolCalls(topology_of(2), timeout_s, lambda text, code: self.reports.append((text, code)), False)
+        self.calls = ToolCalls(
+            topology_of(2), timeout_s, lambda text, code: self.reports.append((text, code)), False
+        )
         self.trainer = SimpleNamespace(
             _sync_tool_dicts=[{"sync": sync} if sync else {} for _ in range(4)],
             _async_tool_dicts=[{"later": later} if later else {} for _ in range(4)],
@@ -253,7 +271,9 @@ def test_a_tool_that_waits_is_named_with_its_row_and_its_line(hold):
         hold.wait()
 
     watched = Watched(sync=ask)
-    text, code = first_report(watched, lambda: watched.trainer._sync_tool_dicts[2]["sync"](number=1), hold)
+    text, code = first_report(
+        watched, lambda: watched.trainer._sync_tool_dicts[2]["sync"](number=1), hold
+    )
     assert code == USER_CODE
     assert re.search(r"the tool `sync` .* \d+ s, for row 6 of this rank; ", text)
     assert f"{__file__}:" in text and "(ask)" in text and "`call_timeout` (got 0.2 s)" in text
@@ -268,7 +288,9 @@ def test_an_async_tool_is_named_with_the_place_where_it_waits(hold):
         await wait()
 
     watched = Watched(later=ask)
-    text, _ = first_report(watched, lambda: asyncio.run(watched.trainer._async_tool_dicts[3]["later"](number=1)), hold)
+    text, _ = first_report(
+        watched, lambda: asyncio.run(watched.trainer._async_tool_dicts[3]["later"](number=1)), hold
+    )
     assert re.search(r"the tool `later` .* \d+ s, for row 7 of this rank; ", text)
     assert "(wait)" in text
 
@@ -332,7 +354,9 @@ def scored(monkeypatch):
         texts = ["a", "bb", "ccc"]
         with RewardCalls(topology_of(0), HANG_S, print).limited(trainer):
             inputs = [{"prompt": text, "answer": 1.0} for text in texts]
-            return grpo_trainer.GRPOTrainer._calculate_rewards(trainer, inputs, texts, texts, [[1]] * 3)
+            return grpo_trainer.GRPOTrainer._calculate_rewards(
+                trainer, inputs, texts, texts, [[1]] * 3
+            )
 
     yield score
     loop.call_soon_threadsafe(loop.stop)
@@ -353,7 +377,9 @@ def lengths(completions, **_):
 
 def test_trl_gets_the_same_rewards_through_the_limit(scored):
     found = scored(lengths, Judge(), functools.partial(lengths, extra=1))
-    assert torch.equal(found.nan_to_num(-1.0), torch.tensor([[1.0, -1.0, 1.0], [2.0, 1.0, 2.0], [3.0, 1.0, 3.0]]))
+    assert torch.equal(
+        found.nan_to_num(-1.0), torch.tensor([[1.0, -1.0, 1.0], [2.0, 1.0, 2.0], [3.0, 1.0, 3.0]])
+    )
 
 
 async def later(value: object) -> object:
@@ -374,7 +400,9 @@ NO_REWARDS = {
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(("returned", "what"), NO_REWARDS.values(), ids=NO_REWARDS.keys())
-def test_row_19_a_function_that_returns_no_rewards_is_named_with_what_it_returned(scored, returned, what, is_async):
+def test_row_19_a_function_that_returns_no_rewards_is_named_with_what_it_returned(
+    scored, returned, what, is_async
+):
     async def judge(**_):
         return returned
 
@@ -387,10 +415,14 @@ def test_row_19_a_function_that_returns_no_rewards_is_named_with_what_it_returne
 
 
 def test_row_19_a_coroutine_that_nobody_awaits_is_named_with_the_cure(scored):
-    with pytest.raises(RolloutError, match="`<lambda>` returned a value of type coroutine. Declare it .*async def"):
+    with pytest.raises(
+        RolloutError, match="`<lambda>` returned a value of type coroutine. Declare it .*async def"
+    ):
         scored(lambda **_: later([1.0]))
 
 
-@pytest.mark.parametrize("returned", [torch.tensor([1, 2, 3]), np.array([1.0, 2.0, 3.0]), (1, 2.0, True)], ids=type)
+@pytest.mark.parametrize(
+    "returned", [torch.tensor([1, 2, 3]), np.array([1.0, 2.0, 3.0]), (1, 2.0, True)], ids=type
+)
 def test_row_19_tensors_arrays_and_tuples_are_rewards(scored, returned):
     assert scored(lambda **_: returned).flatten().tolist() == [1.0, 2.0, float(returned[2])]

@@ -257,7 +257,9 @@ def one_closes_early(here: Here) -> None:
 
 
 def meet(watch: Watchdog) -> None:
-    meeting = meetings.setdefault(watch, Meeting(watch.topology, connect_store(watch.topology, watch.run)))
+    meeting = meetings.setdefault(
+        watch, Meeting(watch.topology, connect_store(watch.topology, watch.run))
+    )
     meeting.wait()
 
 
@@ -280,7 +282,8 @@ def script_ends_with(status: object) -> Callable[[Here], None]:
         watch = here.trainer()
         here.until_now()
         if here.rank == 1:
-            with suppress(SystemExit):  # as Python at the end of a script, before it calls the functions of `atexit`
+            # as Python at the end of a script, before it calls the functions of `atexit`
+            with suppress(SystemExit):
                 sys.exit(status)
             watch.close_at_exit()
         here.wait()
@@ -501,7 +504,9 @@ def both_sides_name_rank_3(ranks: list[Rank], store: StoreHost) -> None:
     def names(rank: Rank) -> bool:
         return "rank 3 (node 1)" in rank.text
 
-    until(lambda: names(ranks[2]) and (names(ranks[0]) or names(ranks[1])), "lines that name rank 3")
+    until(
+        lambda: names(ranks[2]) and (names(ranks[0]) or names(ranks[1])), "lines that name rank 3"
+    )
     assert not (names(ranks[0]) and names(ranks[1]))
 
 
@@ -517,7 +522,8 @@ class Ending:
     line: tuple[str, ...]  # identifiers in the line of all ranks
     code: int
     fault: Callable[[list[Rank], StoreHost], None] = nothing
-    silent: dict[int, int | None] = field(default_factory=dict)  # ranks that do not print it, with their exit codes
+    # ranks that do not print it, with their exit codes
+    silent: dict[int, int | None] = field(default_factory=dict)
     ranks: int = RANKS
     log: tuple[int, str] | None = None  # a rank, and text that only its own log has
     never: str | None = None  # text that no rank prints
@@ -634,7 +640,9 @@ def test_all_ranks_end_with_one_line_and_one_code(ending, tmp_path, store, monke
     given_up = RUNS in ending.silent.values()
     monkeypatch.setattr(run_store, "GRACE_S", 0.5 if given_up else 2 * HANG_S)
 
-    with forked(lambda rank: ending.body(Here(rank, store, tmp_path)), ending.ranks, tmp_path) as ranks:
+    with forked(
+        lambda rank: ending.body(Here(rank, store, tmp_path)), ending.ranks, tmp_path
+    ) as ranks:
         for rank in ranks:
             rank.wait_for("ready")
         ending.fault(ranks, store)
@@ -652,7 +660,9 @@ def test_all_ranks_end_with_one_line_and_one_code(ending, tmp_path, store, monke
             assert identifier.format(pids=pids, port=store.port) in line
         if ending.log is not None:
             rank, text = ending.log
-            assert [text in other.text for other in ranks] == [number == rank for number in range(ending.ranks)]
+            assert [text in other.text for other in ranks] == [
+                number == rank for number in range(ending.ranks)
+            ]
         if ending.never is not None:
             assert not any(ending.never in rank.text for rank in ranks)
         for rank in speaking:

@@ -22,8 +22,11 @@ import os
 import sys
 from pathlib import Path
 
-_FOLDERS = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]  # tests/, and the repository
+# tests/, and the repository
+_FOLDERS = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
 sys.path += [folder for folder in _FOLDERS if folder not in sys.path]
 _inherited = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-os.environ["PYTHONPATH"] = os.pathsep.join([*_inherited, *(each for each in _FOLDERS if each not in _inherited)])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [*_inherited, *(each for each in _FOLDERS if each not in _inherited)]
+)

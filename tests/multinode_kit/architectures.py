@@ -15,7 +15,12 @@ HUB = "trl-internal-testing"
 LEAST_HEAD_DIM = 32  # smallest for vLLM's CPU attention; the hub's `tiny-*` models have 2
 VOCABULARY = 300  # not a multiple of 64, so vLLM pads it
 IMAGE_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-IMAGE_SIZE, PATCH_SIZE, SHUFFLE = 32, 8, 2  # pixels, pixels, patches: an image is (32 / 8 / 2)^2 = 4 tokens
+# pixels, pixels, patches: an image is (32 / 8 / 2)^2 = 4 tokens
+IMAGE_SIZE, PATCH_SIZE, SHUFFLE = (
+    32,
+    8,
+    2,
+)
 
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -30,7 +35,12 @@ _TEXT: dict[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": None,
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 _WINDOW = {"sliding_window": 16, "query_pre_attn_scalar": 32}  # shorter than the tests' sequences
 _LOCAL_GLOBAL = {"layer_types": ["sliding_attention", "full_attention"]}
 _VISION = {
@@ -51,7 +61,9 @@ class Architecture:
     config_cls: str
     config: dict[str, Any]
     tiny: str  # name on the hub; for tests without vLLM
-    small: str | None = None  # name on the hub; its head_dim is large enough for vLLM's CPU attention
+    small: str | None = (
+        None  # name on the hub; its head_dim is large enough for vLLM's CPU attention
+    )
     processing_class: Callable[[], Any] = tiny_tokenizer
 
 
@@ -61,7 +73,9 @@ def tiny_idefics3_processor() -> "transformers.Idefics3Processor":
     tokenizer.add_special_tokens({"additional_special_tokens": IMAGE_TOKENS})
     size = {"longest_edge": IMAGE_SIZE}
     images = PilIdefics3ImageProcessor(size=size, max_image_size=size, do_image_splitting=False)
-    return transformers.Idefics3Processor(images, tokenizer, (IMAGE_SIZE // PATCH_SIZE // SHUFFLE) ** 2)
+    return transformers.Idefics3Processor(
+        images, tokenizer, (IMAGE_SIZE // PATCH_SIZE // SHUFFLE) ** 2
+    )
 
 
 ARCHITECTURES = {
@@ -132,7 +146,9 @@ def model_for(architecture: str, engine: bool = True, say: Callable[[str], None]
         say(f"[architectures] {architecture}: {name} from the hub")
         model_cls = getattr(transformers, known.model_cls)
         model = model_cls.from_pretrained(name, dtype=torch.float32, attn_implementation="eager")
-        processing_cls = AutoTokenizer if known.processing_class is tiny_tokenizer else AutoProcessor
+        processing_cls = (
+            AutoTokenizer if known.processing_class is tiny_tokenizer else AutoProcessor
+        )
         return Found(model, processing_cls.from_pretrained(name), name)
     say(f"[architectures] {architecture}: built here, because {reason}")
     return Found(built_here(known), known.processing_class(), "built here")
@@ -147,7 +163,8 @@ def _obstacle(name: str, engine: bool) -> str | None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if engine and head_dim < LEAST_HEAD_DIM:
         return (
-            f"the hub's {name} has a head_dim of {head_dim}, and vLLM's CPU attention takes {LEAST_HEAD_DIM} or more"
+            f"the hub's {name} has a head_dim of {head_dim}, and vLLM's CPU attention takes "
+            f"{LEAST_HEAD_DIM} or more"
         )
     return None
 

@@ -14,7 +14,12 @@ from trl_multinode.engine.client import Rollout
 from trl_multinode.engine.node_engines import NodeEngines
 from trl_multinode.engine.process import EngineProcess, wait_until_ready
 from trl_multinode.engine.run_folder import RunFolder
-from trl_multinode.engine.settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES, cores_per_worker, save_without_weights
+from trl_multinode.engine.settings import (
+    CPU_ENVIRONMENT,
+    CPU_KV_CACHE_BYTES,
+    cores_per_worker,
+    save_without_weights,
+)
 from trl_multinode.weights.source import ModuleSource, WeightSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.transport import Transport
@@ -82,7 +87,9 @@ def running_engines(
         wait_until_ready(processes, 300.0, print)
         sockets = [process.socket_path for process in processes]
         rows = sys.maxsize if num_engines == 1 else window
-        engines = NodeEngines(sockets, 0, 0, folder.path / "load", stall_timeout_s, rows, log_folder)
+        engines = NodeEngines(
+            sockets, 0, 0, folder.path / "load", stall_timeout_s, rows, log_folder
+        )
         ends.callback(engines.close)
         yield engines
         engines.shutdown(STOP_TIMEOUT_S)
@@ -116,9 +123,12 @@ class SyncDriver:
     ):
         self.model = model
         self.engines = engines
-        self.sync = WeightSync(source or ModuleSource(model, model.dtype), engines, bucket_bytes, transport)
+        self.sync = WeightSync(
+            source or ModuleSource(model, model.dtype), engines, bucket_bytes, transport
+        )
         self.version = WeightVersion()
-        self._noise = torch.Generator().manual_seed(0)  # the same in each run, whatever has drawn before
+        # the same in each run, whatever has drawn before
+        self._noise = torch.Generator().manual_seed(0)
 
     @torch.no_grad()
     def perturb(self, scale: float = 0.05) -> None:
@@ -134,16 +144,23 @@ class SyncDriver:
         return self.version
 
     @torch.no_grad()
-    def logprobs(self, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
+    def logprobs(
+        self, prompt: list[int], completion: list[int], temperature: float = 1.0
+    ) -> torch.Tensor:
         ids = torch.tensor([[*prompt, *completion]])
         scores = (self.model(ids).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
         return scores.gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
-def worst_difference(trainer: SyncDriver, groups: list[list[Rollout]], prompts: list[list[int]]) -> float:
+def worst_difference(
+    trainer: SyncDriver, groups: list[list[Rollout]], prompts: list[list[int]]
+) -> float:
     """Return the largest log-prob difference |engine - trainer| over all rows that `NodeEngines.generate` returned."""
     differences = [
-        (trainer.logprobs(prompt, row.tokens.tolist()) - torch.from_numpy(row.logprobs.copy())).abs().max().item()
+        (trainer.logprobs(prompt, row.tokens.tolist()) - torch.from_numpy(row.logprobs.copy()))
+        .abs()
+        .max()
+        .item()
         for prompt, rows in zip(prompts, groups, strict=True)
         for row in rows
     ]

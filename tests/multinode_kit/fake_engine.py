@@ -42,7 +42,8 @@ from trl_multinode.wire.messages import (
 from .fake_sampling import SAMPLING_KEYS, sample
 from .faults import Faults
 
-HELD_ROWS = range(8, 33, 8)  # single rows, counted from one, that `hold_rows` holds: those of four groups in eight
+# single rows, counted from one, that `hold_rows` holds: those of four groups in eight
+HELD_ROWS = range(8, 33, 8)
 
 
 class FakeRow(CompletionBuffer):
@@ -110,7 +111,11 @@ def end_tokens(folder: str, config: Any) -> set[int]:
     Those of the model's own config count only if the folder has no generation config.
     """
     has_file = Path(folder, "generation_config.json").exists()
-    generation = GenerationConfig.from_pretrained(folder) if has_file else GenerationConfig.from_model_config(config)
+    generation = (
+        GenerationConfig.from_pretrained(folder)
+        if has_file
+        else GenerationConfig.from_model_config(config)
+    )
     several = generation.eos_token_id
     found = {
         AutoTokenizer.from_pretrained(folder).eos_token_id,
@@ -149,7 +154,9 @@ class FakeBackend(Backend):
             asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))
         config = AutoConfig.from_pretrained(self._args["model"])
         torch.manual_seed(self._args["seed"])
-        self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self._args["dtype"])).eval()
+        self._model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, self._args["dtype"])
+        ).eval()
         self._tied = config.tie_word_embeddings
         self._eos = end_tokens(self._args["model"], config)
         self._context = self._args["max_model_len"] or config.max_position_embeddings
@@ -170,7 +177,9 @@ class FakeBackend(Backend):
     async def generate(self, request: Generate, growing: Growing) -> None:
         unknown = set(request.sampling) - SAMPLING_KEYS
         if unknown:
-            raise Refused(RequestRefused, f"the fake engine refuses the sampling settings {sorted(unknown)}")
+            raise Refused(
+                RequestRefused, f"the fake engine refuses the sampling settings {sorted(unknown)}"
+            )
         prompt = self._checked(request.prompt)
         growing.rows = rows = [FakeRow(prompt) for _ in range(request.num_completions)]
         # Rounds in flight request single rows
@@ -189,12 +198,21 @@ class FakeBackend(Backend):
     def _checked(self, packed: bytes) -> list[int]:
         prompt = unpack_ids(packed).tolist()
         if len(prompt) >= self._context:
-            raise Refused(RequestRefused, f"the prompt has {len(prompt)} tokens, the context is {self._context}")
+            raise Refused(
+                RequestRefused,
+                f"the prompt has {len(prompt)} tokens, the context is {self._context}",
+            )
         return prompt
 
-    def _complete(self, rows: list[FakeRow], request: Generate, ended: Callable[[], object], held: bool) -> None:
+    def _complete(
+        self, rows: list[FakeRow], request: Generate, ended: Callable[[], object], held: bool
+    ) -> None:
         for index, row in enumerate(rows):
-            random = self._random if request.seed is None else torch.Generator().manual_seed(request.seed + index)
+            random = (
+                self._random
+                if request.seed is None
+                else torch.Generator().manual_seed(request.seed + index)
+            )
             left = min(request.max_tokens, self._context - len(row.prompt))
             while left:
                 with self._freezer.token(row):
@@ -263,7 +281,9 @@ class FakeBackend(Backend):
 
     async def commit_update(self) -> list[WeightVersion]:
         if self._next_bucket != len(self._buckets):
-            raise RuntimeError(f"Only {self._next_bucket} of {len(self._buckets)} weight buckets came.")
+            raise RuntimeError(
+                f"Only {self._next_bucket} of {len(self._buckets)} weight buckets came."
+            )
         update = self._version.update
         if not self._faults.skips_load(update):
             self._load()
@@ -279,7 +299,11 @@ class FakeBackend(Backend):
     def _load(self) -> None:
         if self._tied and self._faults.keeps_head(self._version.update):
             self._pending.pop("model.embed_tokens.weight")
-        weights = {name: tensor for name, tensor in self._pending.items() if not name.endswith(ADAPTER_TENSORS)}
+        weights = {
+            name: tensor
+            for name, tensor in self._pending.items()
+            if not name.endswith(ADAPTER_TENSORS)
+        }
         result = self._model.load_state_dict(weights, strict=False)
         if result.unexpected_keys:
             raise RuntimeError(f"tensors that the model does not have: {result.unexpected_keys}")
@@ -298,7 +322,9 @@ class FakeBackend(Backend):
     async def digests(self) -> list[str]:
         digest = hashlib.sha256()
         for name, tensor in (self._model.state_dict() | self._base).items():
-            digest.update(name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(
+                name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
         return [digest.hexdigest()]
 
     async def stop(self) -> None:

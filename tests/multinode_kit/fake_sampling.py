@@ -13,6 +13,7 @@ from transformers.generation.logits_process import (
 
 from trl_multinode.wire.sampling import TRUNCATING
 
+# `stop` has no effect
 SAMPLING_KEYS = {
     "temperature",
     "top_p",
@@ -25,7 +26,7 @@ SAMPLING_KEYS = {
     "stop",
     "stop_token_ids",
     "ignore_eos",
-}  # `stop` has no effect
+}
 
 
 def sample(
@@ -67,7 +68,9 @@ def draw(probabilities: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     return (probabilities / torch.empty_like(probabilities).exponential_(generator=random)).argmax()
 
 
-def penalized(logits: torch.Tensor, ids: Sequence[int], sampling: Mapping[str, Any]) -> torch.Tensor:
+def penalized(
+    logits: torch.Tensor, ids: Sequence[int], sampling: Mapping[str, Any]
+) -> torch.Tensor:
     """Return the logits after `logit_bias` and `repetition_penalty`."""
     logits = logits.clone()
     for token, bias in sampling.get("logit_bias", {}).items():

@@ -15,7 +15,9 @@ from trl_multinode.wire.messages import EngineSpec
 
 from .faults import Faults
 
-LATE_S = 1.0  # longer than an update; vLLM waits 0.02 s after a pause for outputs that are not read yet
+LATE_S = (
+    1.0  # longer than an update; vLLM waits 0.02 s after a pause for outputs that are not read yet
+)
 
 
 class FaultyBackend(VllmBackend):
@@ -25,7 +27,8 @@ class FaultyBackend(VllmBackend):
 
     def __init__(self, spec: EngineSpec):
         self._faults = Faults.from_command_line()
-        more = {"additional_config": {"faults": self._faults.words}}  # vLLM passes it to the workers as it is
+        # vLLM passes it to the workers as it is
+        more = {"additional_config": {"faults": self._faults.words}}
         super().__init__(msgspec.structs.replace(spec, engine_args=spec.engine_args | more))
 
     async def _outputs(self, *request: Any) -> AsyncIterator:

@@ -32,10 +32,18 @@ from .namespaces import enter_node
 from .thread_safe_fork import fork_without_held_locks
 
 POLL_S = 0.02
-LAUNCHERS_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # that torchrun has handlers for
+# that torchrun has handlers for
+LAUNCHERS_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+)
 ROOM_VARIABLE = "TRL_MULTINODE_TEST_ROOM"
 ROOM = f"{ROOM_VARIABLE}={'x' * 200}"
-ENVIRONMENT_START = 47  # fields of /proc/self/stat, counted from the one behind the name: env_start, env_end
+ENVIRONMENT_START = (
+    47  # fields of /proc/self/stat, counted from the one behind the name: env_start, env_end
+)
 
 
 @dataclass(frozen=True)
@@ -43,13 +51,18 @@ class Inherited:
     """State of the template that a fork must drop, or must share with a started process."""
 
     files: frozenset[int]  # file descriptors that belong to imported libraries
-    variables: Mapping[str, tuple[str | None, str]]  # those that imports have set: value before, value after
+    # those that imports have set: value before, value after
+    variables: Mapping[str, tuple[str | None, str]]
     temporary: str  # the template's TMPDIR, which some of these values contain
 
     @classmethod
     def of_this_process(cls, before: Mapping[str, str], listener: int) -> "Inherited":
         """Compare this process with its environment `before` the imports; `listener` is its own file."""
-        changed = {name: (before.get(name), value) for name, value in os.environ.items() if before.get(name) != value}
+        changed = {
+            name: (before.get(name), value)
+            for name, value in os.environ.items()
+            if before.get(name) != value
+        }
         return cls(frozenset(open_files() - {listener}), changed, before["TMPDIR"])
 
     def add_variables(self) -> None:
@@ -67,7 +80,9 @@ class Inherited:
 
 def open_files() -> set[int]:
     """Return the file descriptors that are open in this process."""
-    return {int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
+    return {
+        int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")
+    }
 
 
 class ForkedRank:
@@ -113,12 +128,16 @@ def run_launcher(request: Mapping[str, Any], log: int, inherited: Inherited) -> 
     from accelerate.commands import accelerate_cli
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    SubprocessHandler._popen = lambda _, command, environment: fork_rank(command, environment, inherited)
+    SubprocessHandler._popen = lambda _, command, environment: fork_rank(
+        command, environment, inherited
+    )
     sys.argv = [accelerate_cli.__file__, *request["arguments"]]
     accelerate_cli.main()
 
 
-def fork_rank(command: tuple[str, ...], environment: Mapping[str, str], inherited: Inherited) -> ForkedRank:
+def fork_rank(
+    command: tuple[str, ...], environment: Mapping[str, str], inherited: Inherited
+) -> ForkedRank:
     """Fork a rank of this launcher. `command` is the one of `per_rank.sh`: a shell, itself, Python, `-u`, script."""
     _, per_rank, _, _, script, *arguments = command
     stem = Path(per_rank).with_name(f"rank{environment['RANK']}")
@@ -129,7 +148,9 @@ def fork_rank(command: tuple[str, ...], environment: Mapping[str, str], inherite
         begin_process(environment, log, inherited)
         inherited.add_variables()
         for number in LAUNCHERS_SIGNALS:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
         signal.pthread_sigmask(signal.SIG_UNBLOCK, LAUNCHERS_SIGNALS)
         run_script(script, arguments)
 
@@ -238,5 +259,7 @@ def show_node() -> None:
     start, end = (int(fields[index]) for index in (ENVIRONMENT_START, ENVIRONMENT_START + 1))
     at = ctypes.string_at(start, end - start).index(ROOM.encode())
     if len(shown) > len(ROOM):
-        raise ValueError(f"{shown.decode()} is longer than the {len(ROOM)} bytes that are kept for it")
+        raise ValueError(
+            f"{shown.decode()} is longer than the {len(ROOM)} bytes that are kept for it"
+        )
     ctypes.memmove(start + at, shown.ljust(len(ROOM), b"\0"), len(ROOM))

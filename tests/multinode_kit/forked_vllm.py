@@ -28,11 +28,13 @@ def fork_vllm_processes() -> None:
 
     def begin_fork() -> None:
         plugins.plugins_loaded = False  # each vLLM process loads them, ours reports its pid
-        signal.set_wakeup_fd(-1)  # it is the parent's: vLLM's SIGTERM to its core would end the engine process
+        # it is the parent's: vLLM's SIGTERM to its core would end the engine process
+        signal.set_wakeup_fd(-1)
         # vLLM sets the variable for each worker; a fork's OpenMP has read it in the parent
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
 
-    torch.set_num_threads(1)  # OpenMP threads of the parent would be missing in a fork, which then waits for them
+    # OpenMP threads of the parent would be missing in a fork, which then waits for them
+    torch.set_num_threads(1)
     os.register_at_fork(after_in_child=begin_fork)
     multiprocessing.get_context = lambda method=None: fork  # type: ignore  # vLLM asks for "spawn" on every CPU
     # vLLM looks at a model class in a process of its own, because CUDA could be initialised: 10 s for each new class

@@ -23,7 +23,17 @@ RANKS_KIND, VLLM_KIND = "ranks", "vllm"  # of a template, by what it has importe
 LAUNCHER_PROGRAM, FAKE_PROGRAM, VLLM_PROGRAM = "launcher", "fake", "vllm"  # that a fork runs
 FORK_EVENT = "multinode_kit.fork"  # audit event of each fork, with the program
 # Libraries read these when they are imported, which the template has done once for all launches
-READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DS_", "OMP_", "TORCH_", "PYTHON", "XDG_", "TRACKIO_")
+READ_AT_IMPORT = (
+    "HF_",
+    "HUGGINGFACE_",
+    "TRANSFORMERS_",
+    "DS_",
+    "OMP_",
+    "TORCH_",
+    "PYTHON",
+    "XDG_",
+    "TRACKIO_",
+)
 
 
 class ForkedProcess:
@@ -107,12 +117,20 @@ class _Template:
         # Not the marker and the TMPDIR of a node: the template belongs to none
         of_no_node = {name: value for name, value in environment.items() if name != MARKER_VARIABLE}
         of_no_node |= {"TMPDIR": self._folder, ROOM_VARIABLE: ROOM.partition("=")[2]}
-        of_no_node.setdefault("TRACKIO_DIR", os.path.join(self._folder, "trackio"))  # not in the user's home
+        # not in the user's home
+        of_no_node.setdefault("TRACKIO_DIR", os.path.join(self._folder, "trackio"))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(self.socket_path)
             listener.listen()
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-m", f"{__package__}.template", kind, str(listener.fileno())],
+                [
+                    sys.executable,
+                    "-u",
+                    "-m",
+                    f"{__package__}.template",
+                    kind,
+                    str(listener.fileno()),
+                ],
                 env=of_no_node,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -151,7 +169,9 @@ def template_pids() -> list[int]:
 
 def template_output() -> str:
     """Return what the templates have printed, for error messages."""
-    return "".join(f"Output of the template of {kind}:\n{each.output()}" for kind, each in _templates.items())
+    return "".join(
+        f"Output of the template of {kind}:\n{each.output()}" for kind, each in _templates.items()
+    )
 
 
 def fork_launcher(
@@ -176,7 +196,9 @@ def fork_launcher(
     template = _template_of(RANKS_KIND, environment)
     if environment.get(HOOK):
         environment = {**environment, HOOK: from_template(environment[HOOK], environment)}
-    return ForkedProcess(template.socket_path, LAUNCHER_PROGRAM, arguments, environment, log.fileno(), node)
+    return ForkedProcess(
+        template.socket_path, LAUNCHER_PROGRAM, arguments, environment, log.fileno(), node
+    )
 
 
 def from_template(engine: str, environment: Mapping[str, str] | None = None) -> str:
@@ -222,7 +244,11 @@ def _vllm_environment(environment: Mapping[str, str]) -> dict[str, str]:
     from trl_multinode.engine.environment import engine_environment, is_kept
     from trl_multinode.engine.settings import CPU_ENVIRONMENT
 
-    read = {name: value for name, value in environment.items() if is_kept(name) and name.startswith(READ_AT_IMPORT)}
+    read = {
+        name: value
+        for name, value in environment.items()
+        if is_kept(name) and name.startswith(READ_AT_IMPORT)
+    }
     return engine_environment({**read, **CPU_ENVIRONMENT})
 
 

@@ -55,11 +55,23 @@ class LoopbackHub:
         self._faults: list[Fault] = []
         self._healed = threading.Event()
         self._objects: dict[str, bytes] = {}  # LFS: sha256 -> content
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self._server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self})
+        )
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
-        self.environment = {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": "loopback", "NO_PROXY": "127.0.0.1"}
-        self.environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), name="hub", daemon=True)
+        self.environment = {
+            "HF_ENDPOINT": self.endpoint,
+            "HF_TOKEN": "loopback",
+            "NO_PROXY": "127.0.0.1",
+        }
+        self.environment |= {
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), name="hub", daemon=True
+        )
         self._thread.start()
 
     def __enter__(self) -> "LoopbackHub":
@@ -115,7 +127,9 @@ class LoopbackHub:
         return _json({"url": f"{self.endpoint}/{repo}"}, status)
 
     def preupload(self, body: bytes, repo: str) -> Answer:
-        files = [{"path": file["path"], "shouldIgnore": False} for file in json.loads(body)["files"]]
+        files = [
+            {"path": file["path"], "shouldIgnore": False} for file in json.loads(body)["files"]
+        ]
         for file in files:
             file["uploadMode"] = "lfs" if file["path"].endswith(LFS_SUFFIXES) else "regular"
         return _json({"files": files})
@@ -136,10 +150,16 @@ class LoopbackHub:
     def commit(self, body: bytes, repo: str) -> Answer:
         header, *operations = [json.loads(line) for line in body.splitlines()]
         for kind, value in [(operation["key"], operation["value"]) for operation in operations]:
-            content = self._objects[value["oid"]] if kind == "lfsFile" else base64.b64decode(value["content"])
+            content = (
+                self._objects[value["oid"]]
+                if kind == "lfsFile"
+                else base64.b64decode(value["content"])
+            )
             self.repos[repo][value["path"]] = content
         self.commits.append(header["value"]["summary"])
-        return _json({"commitUrl": f"{self.endpoint}/{repo}/commit/{self._head}", "commitOid": self._head})
+        return _json(
+            {"commitUrl": f"{self.endpoint}/{repo}/commit/{self._head}", "commitOid": self._head}
+        )
 
     def resolve(self, body: bytes, repo: str, path: str) -> Answer:
         headers = {"X-Repo-Commit": self._head}

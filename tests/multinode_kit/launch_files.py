@@ -66,7 +66,9 @@ class NodesSpec:
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.ranks_per_node < 1:
-            raise ValueError(f"got num_nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}: both start at 1")
+            raise ValueError(
+                f"got num_nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}: both start at 1"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -108,20 +110,25 @@ def fresh_environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name not in LAUNCH_VARIABLES and not name.startswith(LAUNCH_PREFIXES) and not name.endswith("WORLD_SIZE")
+        if name not in LAUNCH_VARIABLES
+        and not name.startswith(LAUNCH_PREFIXES)
+        and not name.endswith("WORLD_SIZE")
     }
 
 
 def node_environment(marker: str, interface: str, tmpdir: Path) -> dict[str, str]:
     """Return the environment of a node's launcher: the caller's, the node's marker and folder, gloo on a CPU."""
-    return fresh_environment() | {
-        MARKER_VARIABLE: marker,
-        "SPT_NOENV": "1",  # else setproctitle overwrites /proc/<pid>/environ, and thus the marker, with the title
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": interface,
-        "TMPDIR": str(tmpdir),
-    }
+    return (
+        fresh_environment()
+        | {
+            MARKER_VARIABLE: marker,
+            "SPT_NOENV": "1",  # else setproctitle overwrites /proc/<pid>/environ, and thus the marker, with the title
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": interface,
+            "TMPDIR": str(tmpdir),
+        }
+    )
 
 
 def core_of_engines(node: int) -> dict[str, str]:
@@ -141,7 +148,9 @@ def free_port() -> int:
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     index = int(worker.removeprefix("gw") or 0) % NUM_PORT_RANGES
-    ports = range(FIRST_PORT + index * PORTS_PER_WORKER, FIRST_PORT + (index + 1) * PORTS_PER_WORKER)
+    ports = range(
+        FIRST_PORT + index * PORTS_PER_WORKER, FIRST_PORT + (index + 1) * PORTS_PER_WORKER
+    )
     for port in random.sample(ports, k=100):
         with socket.socket() as probe:
             try:
@@ -149,4 +158,6 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise RuntimeError(f"none of 100 ports between {ports.start} and {ports.stop} is free on this computer")
+    raise RuntimeError(
+        f"none of 100 ports between {ports.start} and {ports.stop} is free on this computer"
+    )

@@ -61,15 +61,24 @@ class LaunchedNodes:
         where, node = self._where(rank), rank // self.spec.ranks_per_node
         pid = _read(self._log_folder / f"rank{rank}.pid").strip()
         if not pid or int(pid) not in self.pids(node):
-            raise ProcessLookupError(f"{where} has no live process. Its log:\n{_tail(self.rank_log(rank))}")
+            raise ProcessLookupError(
+                f"{where} has no live process. Its log:\n{_tail(self.rank_log(rank))}"
+            )
         return int(pid)
 
     def pids(self, node: int) -> list[int]:
         """Return the pids of all live processes of `node`, with orphans and without zombies."""
-        own = {f"{MARKER_VARIABLE}={self._marker(node)}".encode(), f"TMPDIR={self.tmpdir(node)}".encode()}
+        own = {
+            f"{MARKER_VARIABLE}={self._marker(node)}".encode(),
+            f"TMPDIR={self.tmpdir(node)}".encode(),
+        }
         network = self._network
         pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
-        return sorted(p for p in pids if own & {*_environment(p)} or (network is not None and network.holds(node, p)))
+        return sorted(
+            p
+            for p in pids
+            if own & {*_environment(p)} or (network is not None and network.holds(node, p))
+        )
 
     def link_bytes(self, node: int) -> int:
         """Return the bytes received plus sent by `node` so far, Ethernet headers included. Needs `namespaces=True`."""
@@ -100,7 +109,9 @@ class LaunchedNodes:
     @property
     def _links(self) -> Namespaces:
         if self._network is None:
-            raise RuntimeError("nodes without namespaces share one loopback: Nodes(namespaces=True) has links")
+            raise RuntimeError(
+                "nodes without namespaces share one loopback: Nodes(namespaces=True) has links"
+            )
         return self._network
 
     @property
@@ -112,7 +123,9 @@ class LaunchedNodes:
 
     def _where(self, rank: int) -> str:
         if not 0 <= rank < self.spec.num_ranks:
-            raise ValueError(f"there is no rank {rank}: these nodes have ranks 0 to {self.spec.num_ranks - 1}")
+            raise ValueError(
+                f"there is no rank {rank}: these nodes have ranks 0 to {self.spec.num_ranks - 1}"
+            )
         return f"rank {rank} (node {rank // self.spec.ranks_per_node})"
 
     def _running_nodes(self) -> list[int]:

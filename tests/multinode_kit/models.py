@@ -10,7 +10,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
 PAD, EOS = "<pad>", "<eos>"
-CORPUS = ["the quick brown fox jumps over the lazy dog", "0123456789 + - * / = ?", "abcdefghijklmnopqrstuvwxyz"]
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "0123456789 + - * / = ?",
+    "abcdefghijklmnopqrstuvwxyz",
+]
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -19,9 +23,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=258, special_tokens=[PAD, EOS], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=258, special_tokens=[PAD, EOS], initial_alphabet=alphabet
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left"
+    )
 
 
 def tiny_qwen2(
@@ -89,12 +97,22 @@ def save_tiny(folder: Path, **keywords: Any) -> Path:
 def renamed_llava(folder: Path) -> tuple[PreTrainedModel, set[str]]:
     """Return a LLaVA from a checkpoint with the hub's names, which transformers 5 changes on load, and these names."""
     text = {"model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 64}
-    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "image_size": 16}
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "image_size": 16,
+    }
     few = {"num_hidden_layers": 2, "num_attention_heads": 2}
     sizes = {"num_key_value_heads": 2, "tie_word_embeddings": False}
-    config = transformers.LlavaConfig(text_config=text | few | sizes, vision_config=vision | few | {"patch_size": 8})
+    config = transformers.LlavaConfig(
+        text_config=text | few | sizes, vision_config=vision | few | {"patch_size": 8}
+    )
     transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
-    weights = {name.replace("vision_tower.", "vision_tower.vision_model."): t for name, t in weights.items()}
+    weights = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): t
+        for name, t in weights.items()
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return transformers.LlavaForConditionalGeneration.from_pretrained(folder), set(weights)

@@ -47,7 +47,8 @@ class Namespaces:
 
     def __init__(self, name: str, num_nodes: int):
         self.name, self.num_nodes = name, num_nodes
-        self._storage = SHARED_MEMORY / name  # holds the nodes' private folders, which a test can read
+        # holds the nodes' private folders, which a test can read
+        self._storage = SHARED_MEMORY / name
         try:
             self._make_hub()
             for node in range(num_nodes):
@@ -85,7 +86,17 @@ class Namespaces:
                 Existing folder. For the command, the node's private temporary folder is mounted over it.
         """
         mounts = self.mounts(node, tmpdir)
-        return ["ip", "netns", "exec", self.namespace(node), "/bin/sh", "-c", ENTER, "enter-node", *mounts]
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self.namespace(node),
+            "/bin/sh",
+            "-c",
+            ENTER,
+            "enter-node",
+            *mounts,
+        ]
 
     def mounts(self, node: int, tmpdir: Path) -> list[str]:
         """Return the private temporary folder, the path where the node sees it, and the private /dev/shm."""
@@ -93,7 +104,9 @@ class Namespaces:
 
     def link_bytes(self, node: int) -> int:
         """Return the bytes received plus the bytes sent by the node since it was made, Ethernet headers included."""
-        link = json.loads(_ip("-n", self.namespace(node), "-json", "-statistics", "link", "show", INTERFACE))[0]
+        link = json.loads(
+            _ip("-n", self.namespace(node), "-json", "-statistics", "link", "show", INTERFACE)
+        )[0]
         return link["stats64"]["rx"]["bytes"] + link["stats64"]["tx"]["bytes"]
 
     def limit_links(self, mbit_per_s: int | None, queue_bytes: int = 64 << 20) -> None:
@@ -108,14 +121,20 @@ class Namespaces:
         """Limit the link of one node as [`limit_links`] does."""
         for namespace, device in self._ends(node):
             if mbit_per_s is None:
-                subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], capture_output=True)
+                subprocess.run(
+                    ["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"],
+                    capture_output=True,
+                )
             else:
                 bucket = _bucket(mbit_per_s, queue_bytes)
                 _run(*f"tc -n {namespace} qdisc replace dev {device} root".split(), *bucket)
 
     def lost_share(self, node: int) -> float:
         """Return the share of packets that the node's link has dropped in both directions under its present limit."""
-        shown = [_run(*f"tc -n {end[0]} -s -json qdisc show dev {end[1]}".split()) for end in self._ends(node)]
+        shown = [
+            _run(*f"tc -n {end[0]} -s -json qdisc show dev {end[1]}".split())
+            for end in self._ends(node)
+        ]
         qdiscs = [qdisc for end in shown for qdisc in json.loads(end)]
         dropped = sum(qdisc["drops"] for qdisc in qdiscs)
         return dropped / max(dropped + sum(qdisc["packets"] for qdisc in qdiscs), 1)
@@ -127,7 +146,10 @@ class Namespaces:
     def holds(self, node: int, pid: int) -> bool:
         """Return whether a live process (not a zombie) runs on `node`, whatever its environment and parents are."""
         try:
-            theirs, ours = os.stat(f"/proc/{pid}/ns/net"), os.stat(f"/run/netns/{self.namespace(node)}")
+            theirs, ours = (
+                os.stat(f"/proc/{pid}/ns/net"),
+                os.stat(f"/run/netns/{self.namespace(node)}"),
+            )
         except OSError:  # the process has ended, or the namespace is gone
             return False
         return (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino)
@@ -151,7 +173,20 @@ class Namespaces:
         inside, port = self.namespace(node), f"node{node}"
         _add(inside)
         _ip("-n", inside, "link", "set", "lo", "up")
-        _ip("-n", inside, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", self.hub)
+        _ip(
+            "-n",
+            inside,
+            "link",
+            "add",
+            INTERFACE,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            port,
+            "netns",
+            self.hub,
+        )
         _ip("-n", self.hub, "link", "set", port, "master", "bridge", "up")
         _ip("-n", inside, "link", "set", INTERFACE, "up")
         _ip("-n", inside, "address", "add", f"{self.address(node)}/24", "dev", INTERFACE)
@@ -170,7 +205,9 @@ def enter_node(namespace: str, mounts: Sequence[str]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{namespace}") as network:
         if libc.setns(network.fileno(), CLONE_NEWNET) != 0 or libc.unshare(CLONE_NEWNS) != 0:
-            raise OSError(ctypes.get_errno(), f"this process cannot enter the namespace {namespace}")
+            raise OSError(
+                ctypes.get_errno(), f"this process cannot enter the namespace {namespace}"
+            )
     _run("/bin/sh", "-c", MOUNT, "enter-node", *mounts)
 
 
@@ -179,9 +216,14 @@ def enter_namespaces_of(pid: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     for kind, flag in (("net", CLONE_NEWNET), ("mnt", CLONE_NEWNS)):
         with open(f"/proc/{pid}/ns/{kind}") as theirs:
-            elsewhere = not os.path.samestat(os.fstat(theirs.fileno()), os.stat(f"/proc/self/ns/{kind}"))
+            elsewhere = not os.path.samestat(
+                os.fstat(theirs.fileno()), os.stat(f"/proc/self/ns/{kind}")
+            )
             if elsewhere and libc.setns(theirs.fileno(), flag) != 0:
-                raise OSError(ctypes.get_errno(), f"this process cannot enter the {kind} namespace of process {pid}")
+                raise OSError(
+                    ctypes.get_errno(),
+                    f"this process cannot enter the {kind} namespace of process {pid}",
+                )
 
 
 @functools.cache
@@ -222,5 +264,7 @@ def _run(*command: str) -> str:
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"`{' '.join(command)}` did not end within {IP_LIMIT_S:.0f} s") from None
     if done.returncode != 0:
-        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        raise RuntimeError(
+            f"`{' '.join(command)}` failed: {done.stderr.strip() or f'exit code {done.returncode}'}"
+        )
     return done.stdout

@@ -95,7 +95,9 @@ class Nodes(LaunchedNodes):
         forked: bool = False,
     ):
         if namespaces and (reason := namespaces_available()):
-            raise RuntimeError(f"Nodes(namespaces=True) cannot work: {reason}. Use namespaces=False, or cure that.")
+            raise RuntimeError(
+                f"Nodes(namespaces=True) cannot work: {reason}. Use namespaces=False, or cure that."
+            )
         spec = NodesSpec(num_nodes, ranks_per_node, dict(env or {}), deepspeed or ZERO3, accelerate)
         # The name is short, because the paths of the ranks' unix sockets begin with it
         private = Path(tempfile.gettempdir(), f"tmn-{secrets.token_hex(3)}")
@@ -141,23 +143,40 @@ class Nodes(LaunchedNodes):
         """
         script = Path(script).resolve()
         if not script.is_file():
-            raise FileNotFoundError(f"{script} is not a file: launch() takes the path of a Python script")
+            raise FileNotFoundError(
+                f"{script} is not a file: launch() takes the path of a Python script"
+            )
         for node in range(self.spec.num_nodes):
             if pids := self.pids(node):
-                raise RuntimeError(f"node {node} still runs processes {pids} of the last launch: wait for them")
+                raise RuntimeError(
+                    f"node {node} still runs processes {pids} of the last launch: wait for them"
+                )
         self._num_launches += 1
         self._log_folder.mkdir(parents=True)
-        config_file = self.spec.write(self._log_folder, self._network.address(0) if self._network else "127.0.0.1")
+        config_file = self.spec.write(
+            self._log_folder, self._network.address(0) if self._network else "127.0.0.1"
+        )
         command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
         command += ["--config_file", str(config_file), "--no_python", "--machine_rank"]
-        program = ["/bin/sh", str(self._log_folder / "per_rank.sh"), sys.executable, "-u", str(script), *args]
+        program = [
+            "/bin/sh",
+            str(self._log_folder / "per_rank.sh"),
+            sys.executable,
+            "-u",
+            str(script),
+            *args,
+        ]
         self._launchers = []
         for node in range(self.spec.num_nodes):
             more = {**(env or {}), **env_of(node)}
             self._launchers.append(self._start(node, [*command, str(node), *program], more))
 
     def wait(
-        self, timeout_s: float = 300.0, *, grace_s: float | None = None, progress: Progress | None = None
+        self,
+        timeout_s: float = 300.0,
+        *,
+        grace_s: float | None = None,
+        progress: Progress | None = None,
     ) -> list[int | None]:
         """
         Wait until all launchers have ended, and print a line of progress every 10 s.
@@ -204,10 +223,13 @@ class Nodes(LaunchedNodes):
         """
 
         def found() -> str | None:
-            ended = not self._running_nodes()  # checked before the log is read, or a last line could be missed
+            # checked before the log is read, or a last line could be missed
+            ended = not self._running_nodes()
             line = next((line for line in self.rank_log(rank).splitlines() if text in line), None)
             if line is None and ended:
-                raise RuntimeError(f"{self._where(rank)} ended without printing {text!r}.\n{self.tails()}")
+                raise RuntimeError(
+                    f"{self._where(rank)} ended without printing {text!r}.\n{self.tails()}"
+                )
             return line
 
         return self._until(found, timeout_s, f"{self._where(rank)} to print {text!r}")
@@ -228,7 +250,9 @@ class Nodes(LaunchedNodes):
                     launcher.terminate()
             wait_until(lambda: not self._running_nodes(), TERMINATE_GRACE_S)
             if not wait_until(lambda: not self._kill_all(), KILL_LIMIT_S):
-                raise RuntimeError(f"processes {self._all_pids()} survive SIGKILL: /proc/<pid>/stack shows where")
+                raise RuntimeError(
+                    f"processes {self._all_pids()} survive SIGKILL: /proc/<pid>/stack shows where"
+                )
             wait_until(lambda: not self._running_nodes(), KILL_LIMIT_S)  # reap the killed launchers
         finally:
             if self._network is not None:
@@ -238,15 +262,22 @@ class Nodes(LaunchedNodes):
 
     # ---- inside
 
-    def _start(self, node: int, command: list[str], env: Mapping[str, str]) -> subprocess.Popen | ForkedProcess:
+    def _start(
+        self, node: int, command: list[str], env: Mapping[str, str]
+    ) -> subprocess.Popen | ForkedProcess:
         environment = self._environment(node) | {**self.spec.env, **env}
         if environment.get(HOOK, "").startswith(FORKED):
             environment[HOOK] = from_template(environment[HOOK], environment)
         network = self._network
         with open(self._log_folder / f"node{node}.log", "ab") as log:
             if self._forked:
-                place = (network.namespace(node), network.mounts(node, self._private)) if network else None
-                return fork_launcher(command[3:], environment, log, place)  # without `python -m accelerate_cli`
+                place = (
+                    (network.namespace(node), network.mounts(node, self._private))
+                    if network
+                    else None
+                )
+                # without `python -m accelerate_cli`
+                return fork_launcher(command[3:], environment, log, place)
             if network is not None:
                 command = [*network.enter(node, self._private), *command]
             return subprocess.Popen(
@@ -256,7 +287,8 @@ class Nodes(LaunchedNodes):
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches the caller only, whose `close` then ends the nodes
-                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # a killed caller closes nothing
+                # a killed caller closes nothing
+                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
 
     def _environment(self, node: int) -> dict[str, str]:
@@ -266,14 +298,20 @@ class Nodes(LaunchedNodes):
         return node_environment(self._marker(node), interface, tmpdir) | core_of_engines(node)
 
     def _until(
-        self, condition: Callable[[], Any], timeout_s: float, what: str, progress: Progress | None = None
+        self,
+        condition: Callable[[], Any],
+        timeout_s: float,
+        what: str,
+        progress: Progress | None = None,
     ) -> Any:
         """Poll until `condition` returns a true value, and return it; print progress, and raise at the deadline."""
         start = reported = time.monotonic()
         while not (result := condition()):
             now = time.monotonic()
             if now - start > timeout_s:
-                raise TimeoutError(f"Waited {timeout_s:.0f} s for {what}; {self._still_running()}\n{self.tails()}")
+                raise TimeoutError(
+                    f"Waited {timeout_s:.0f} s for {what}; {self._still_running()}\n{self.tails()}"
+                )
             if now - reported > PROGRESS_EVERY_S:
                 last = (self.rank_log(0).rstrip().splitlines() or ["nothing printed yet"])[-1]
                 usual = f"[nodes] {now - start:.0f} s, waiting for {what}; rank 0: {last[-160:]}"
@@ -284,4 +322,6 @@ class Nodes(LaunchedNodes):
 
     def _still_running(self) -> str:
         running = self._running_nodes()
-        return f"launchers still running on nodes {running}" if running else "all launchers have ended"
+        return (
+            f"launchers still running on nodes {running}" if running else "all launchers have ended"
+        )

@@ -10,12 +10,18 @@ from trl_multinode.trainer import MultiNodeGRPOTrainer
 
 def seeded(*parts: object) -> np.random.Generator:
     """Return a random generator that depends on `parts` alone."""
-    return np.random.default_rng(int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big"))
+    return np.random.default_rng(
+        int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
+    )
 
 
-def log_normal_length(prompt: list[int], generation: int, median: float = 120.0, longest: int = 768) -> int:
+def log_normal_length(
+    prompt: list[int], generation: int, median: float = 120.0, longest: int = 768
+) -> int:
     """Return a length. The prompt sets half of its spread, so that lengths in a group correlate as in real models."""
-    spread = 0.6 * seeded("group", *prompt).normal() + 0.6 * seeded("row", *prompt, generation).normal()
+    spread = (
+        0.6 * seeded("group", *prompt).normal() + 0.6 * seeded("row", *prompt, generation).normal()
+    )
     return int(np.clip(median * np.exp(spread), 4, longest))
 
 

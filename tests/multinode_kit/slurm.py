@@ -25,7 +25,9 @@ COMMAND_LIMIT_S = 30.0
 KILL_LIMIT_S = 10.0
 TAIL_LINES = 15
 SOCKET_NAME = "/spool-n0/n0_1.4294967291"  # of a batch script's step, below the private folder
-LONGEST_SOCKET = 107  # characters; the kernel's limit. slurmd shortens a longer name, and no job starts
+LONGEST_SOCKET = (
+    107  # characters; the kernel's limit. slurmd shortens a longer name, and no job starts
+)
 GONE = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
 
 # A node has a host name, /etc/hosts, TMPDIR and /dev/shm of its own. `ip netns exec` would mount another /sys, without
@@ -114,7 +116,9 @@ class SlurmCluster:
             timeout=COMMAND_LIMIT_S,
         )
         if done.returncode:
-            raise RuntimeError(f"`{' '.join(command)}` failed with {done.returncode}: {done.stderr}{done.stdout}")
+            raise RuntimeError(
+                f"`{' '.join(command)}` failed with {done.returncode}: {done.stderr}{done.stdout}"
+            )
         return done.stdout
 
     def submit(self, *arguments: str) -> str:
@@ -123,10 +127,16 @@ class SlurmCluster:
 
     def job(self, job: str) -> dict[str, str]:
         """Return the fields of a job: `JobState`, `Restarts`, `PreemptTime`, `ExitCode` and others."""
-        return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", job, "--oneliner")))
+        return dict(
+            re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", job, "--oneliner"))
+        )
 
     def wait_for(
-        self, job: str, state: str, timeout_s: float, and_also: Callable[[dict[str, str]], bool] = lambda _: True
+        self,
+        job: str,
+        state: str,
+        timeout_s: float,
+        and_also: Callable[[dict[str, str]], bool] = lambda _: True,
     ) -> dict[str, str]:
         """
         Wait until a job is in a state, and return its fields.
@@ -158,7 +168,10 @@ class SlurmCluster:
     def tails(self) -> str:
         """Return the ends of all logs of the daemons and of the jobs, for an error message."""
         logs = [*sorted(self._logs.glob("*.log")), *sorted(self.folder.glob("*.log"))]
-        ends = {log: "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:]) for log in logs}
+        ends = {
+            log: "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+            for log in logs
+        }
         return "\n".join(f"--- end of {log}\n{end}" for log, end in ends.items())
 
     # ---- processes
@@ -174,7 +187,9 @@ class SlurmCluster:
         if network is None:
             return []
         pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-        return sorted(p for p in pids if any(network.holds(node, p) for node in range(self.num_nodes)))
+        return sorted(
+            p for p in pids if any(network.holds(node, p) for node in range(self.num_nodes))
+        )
 
     def shared_memory(self, node: int) -> Path:
         """Return the /dev/shm of `node`, as this process sees it."""
@@ -192,7 +207,9 @@ class SlurmCluster:
             for process in self._processes:
                 process.kill()
             if not wait_until(lambda: not self._kill_all(), KILL_LIMIT_S):
-                raise RuntimeError(f"processes {self.pids()} survive SIGKILL: /proc/<pid>/stack shows where")
+                raise RuntimeError(
+                    f"processes {self.pids()} survive SIGKILL: /proc/<pid>/stack shows where"
+                )
             for process in self._processes:
                 process.wait(KILL_LIMIT_S)
         finally:
@@ -220,7 +237,13 @@ class SlurmCluster:
 
     def _start_munge(self) -> None:
         files = {name: f"{self._private}/munge.{name}" for name in ("key", "socket", "pid", "seed")}
-        words = ["munged", "--foreground", "--force", f"--key-file={files['key']}", f"--socket={files['socket']}"]
+        words = [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={files['key']}",
+            f"--socket={files['socket']}",
+        ]
         words += [f"--pid-file={files['pid']}", f"--seed-file={files['seed']}"]
         self._daemon("munged", words)
         self._until(Path(files["socket"]).exists, "munge's socket")
@@ -246,19 +269,31 @@ class SlurmCluster:
 
     def _states(self) -> list[str]:
         try:
-            return self.run("sinfo", "--noheader", "--Node", "--partition", "main", "--format", "%t").split()
+            return self.run(
+                "sinfo", "--noheader", "--Node", "--partition", "main", "--format", "%t"
+            ).split()
         except RuntimeError:  # slurmctld does not listen yet
             return []
 
     def _on(self, node: int) -> list[str]:
         assert self._network is not None
-        words = ["nsenter", f"--net=/run/netns/{self._network.namespace(node)}", "unshare", "--mount", "--uts"]
+        words = [
+            "nsenter",
+            f"--net=/run/netns/{self._network.namespace(node)}",
+            "unshare",
+            "--mount",
+            "--uts",
+        ]
         words += ["/bin/sh", "-c", ENTER, "enter-node", f"n{node}", f"{self._private}/hosts"]
         return [*words, *self._network.mounts(node, self._tmpdir)]
 
     def _environment(self) -> dict[str, str]:
         usual = node_environment(self._private.name, INTERFACE, self._tmpdir)
-        usual = {name: value for name, value in usual.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+        usual = {
+            name: value
+            for name, value in usual.items()
+            if not name.startswith(("SLURM_", "SBATCH_"))
+        }
         # Debian's daemons are in /usr/sbin, which a user's PATH may lack
         path = f"{usual['PATH']}:/usr/sbin:/sbin"
         return usual | {"PATH": path, "SLURM_CONF": f"{self._private}/slurm.conf"} | self._env
@@ -291,7 +326,13 @@ def private_folder() -> Path:
 def _command_line(pid: int) -> str:
     """Return the words of a live process; empty if it has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     except OSError:
         return ""
 

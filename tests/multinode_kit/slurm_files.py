@@ -57,13 +57,18 @@ def write_files(folder: Path, addresses: list[str], gpus: int) -> None:
         gpus (`int`):
             Number of fake GPUs of a node: null devices, which SLURM only counts.
     """
-    lines = ["127.0.0.1 localhost", *(f"{address} n{node}" for node, address in enumerate(addresses))]
+    lines = [
+        "127.0.0.1 localhost",
+        *(f"{address} n{node}" for node, address in enumerate(addresses)),
+    ]
     (folder / "hosts").write_text("\n".join(lines) + "\n")
     nodes = f"n[0-{len(addresses) - 1}]"
     cpus = os.cpu_count()
     text = SLURM_CONF.format(folder=folder, host0="n0", nodes=nodes, cpus=cpus, gpus=gpus)
     (folder / "slurm.conf").write_text(text)
-    (folder / "gres.conf").write_text(f"NodeName={nodes} Name=gpu File={folder}/gpu[0-{gpus - 1}]\n")
+    (folder / "gres.conf").write_text(
+        f"NodeName={nodes} Name=gpu File={folder}/gpu[0-{gpus - 1}]\n"
+    )
     (folder / "state").mkdir()
     for gpu in range(gpus):
         os.mknod(folder / f"gpu{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))

@@ -21,7 +21,9 @@ DEEPSPEED: dict[str, dict] = {
 KINDS = ("ddp", "fsdp2", *DEEPSPEED)
 
 
-def prepare(kind: str, model: nn.Module, lr: float = 1e-2) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+def prepare(
+    kind: str, model: nn.Module, lr: float = 1e-2
+) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
     """Shard or wrap `model` over all ranks, with AdamW. A collective: every rank must call it.
 
     Args:
@@ -58,7 +60,9 @@ def _fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def _deepspeed(zero: dict, model: nn.Module, lr: float) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+def _deepspeed(
+    zero: dict, model: nn.Module, lr: float
+) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
     import deepspeed
 
     config = {

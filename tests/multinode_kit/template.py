@@ -101,7 +101,11 @@ class Template:
         self._selector.unregister(pidfd)
         pid, connection = self._running.pop(pidfd)
         _, status = os.waitpid(pid, 0)
-        with connection, contextlib.suppress(BrokenPipeError):  # the process that sent the request was killed
+        # the process that sent the request was killed
+        with (
+            connection,
+            contextlib.suppress(BrokenPipeError),
+        ):
             connection.send(str(os.waitstatus_to_exitcode(status)).encode())
         os.close(pidfd)
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import NoReturn
 
 MOST_FORKS = 10  # one in 250 hung while others connected
-LOOKUP_LIMIT_S = 3  # a lookup takes microseconds; on a busy machine too short a limit only means another fork
+LOOKUP_LIMIT_S = (
+    3  # a lookup takes microseconds; on a busy machine too short a limit only means another fork
+)
 
 
 def fork_without_held_locks(child: Callable[[], NoReturn]) -> int:

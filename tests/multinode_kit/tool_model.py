@@ -17,10 +17,14 @@ def tool_tokenizer() -> PreTrainedTokenizerFast:
     """Build a tokenizer with Qwen2.5's chat template over bytes; a turn's end, a tool call and "done" are a token
     each."""
     tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens([AddedToken(text, special=text.startswith("<|")) for text in ("<|im_start|>", TURN_END)])
+    tokenizer.add_tokens(
+        [AddedToken(text, special=text.startswith("<|")) for text in ("<|im_start|>", TURN_END)]
+    )
     tokenizer.add_tokens([AddedToken(CALL), AddedToken(DONE)])
     tokenizer.eos_token = TURN_END
-    tokenizer.chat_template = resources.files("trl").joinpath("chat_templates/qwen2_5.jinja").read_text()
+    tokenizer.chat_template = (
+        resources.files("trl").joinpath("chat_templates/qwen2_5.jinja").read_text()
+    )
     return tokenizer
 
 

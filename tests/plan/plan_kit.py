@@ -10,7 +10,15 @@ from trl_multinode.tools.plan.task import Task
 
 CONFIGS = Path(__file__).parent / "configs"
 # Billions of parameters of the public models with these configs (Qwen2.5, Qwen3, Llama 3)
-PARAMETERS = {"0.5B": 0.494, "7B": 7.616, "8B": 8.191, "14B": 14.768, "32B": 32.762, "70B": 70.554, "235B": 235.094}
+PARAMETERS = {
+    "0.5B": 0.494,
+    "7B": 7.616,
+    "8B": 8.191,
+    "14B": 14.768,
+    "32B": 32.762,
+    "70B": 70.554,
+    "235B": 235.094,
+}
 
 
 @cache
@@ -25,5 +33,9 @@ def task(name: str, flags: str = "--nodes 4x8 --completion 4096 --rows 256") -> 
 def layouts(plan: Task) -> dict[tuple[str, int], Layout]:
     """Layouts of all splits and of colocation, by name and tensor-parallel degree."""
     gpus = plan.cluster.gpus
-    every = [one for reserved in (1, 2, 4) for one in split_layouts(plan, gpus - reserved, reserved)]
-    return {(one.name, one.engine.tensor_parallel): one for one in (*every, *colocated_layouts(plan))}
+    every = [
+        one for reserved in (1, 2, 4) for one in split_layouts(plan, gpus - reserved, reserved)
+    ]
+    return {
+        (one.name, one.engine.tensor_parallel): one for one in (*every, *colocated_layouts(plan))
+    }

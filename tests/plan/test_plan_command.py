@@ -38,19 +38,25 @@ def test_the_nodes_that_training_needs_are_the_fewest_and_weights_that_fill_a_gp
     engine = layouts(task("70B"))["7+1", 1].engine
     assert engine.weights > 78 * GIB and (engine.cache, engine.tokens) == (0, 0)
     needed = layouts(task("70B"))["4+4", 4].nodes_needed
-    fewer, enough = (task("70B", f"--nodes {n}x8 --completion 4096 --rows 256") for n in (needed - 1, needed))
+    fewer, enough = (
+        task("70B", f"--nodes {n}x8 --completion 4096 --rows 256") for n in (needed - 1, needed)
+    )
     assert layouts(fewer)["4+4", 4].micro_rows == 0 < layouts(enough)["4+4", 4].micro_rows
 
 
 @pytest.mark.nightly
 def test_a_rank_that_keeps_its_states_leaves_less_cache_to_a_colocated_engine():
-    alone, beside = (layouts(task("8B", f"--nodes {n}x8 --completion 4096 --rows 256")) for n in (32, 1))
+    alone, beside = (
+        layouts(task("8B", f"--nodes {n}x8 --completion 4096 --rows 256")) for n in (32, 1)
+    )
     assert alone["colocated", 1].engine.cache > beside["colocated", 1].engine.cache + 15 * GIB
 
 
 @pytest.mark.nightly
 def test_offloading_moves_states_to_the_hosts(capsys):
-    assert plan(str(CONFIGS / "235B.json"), *FLAGS, "--gpu", "H200-141", "--offload", "optimizer") in (0, 1)
+    assert plan(
+        str(CONFIGS / "235B.json"), *FLAGS, "--gpu", "H200-141", "--offload", "optimizer"
+    ) in (0, 1)
     text = capsys.readouterr().out
     (host,) = re.findall(r"GiB per GPU, (\d+) GiB of host memory per node", text)
     assert int(host) == pytest.approx(16 * 235.09e9 * 1.5 / 4 / GIB, rel=0.01)
@@ -90,7 +96,10 @@ def test_splits_and_micro_batches_can_be_chosen(capsys):
     assert plan(str(CONFIGS / "8B.json"), *FLAGS, "--splits", "5+3,2+6", "--micro_rows", "4") == 0
     text = capsys.readouterr().out
     assert "5+3" in text and "2+6" in text and "7+1" not in text
-    assert [row.split()[7] for row in text.splitlines() if row.startswith(("5+3", "2+6"))][:2] == ["4", "4"]
+    assert [row.split()[7] for row in text.splitlines() if row.startswith(("5+3", "2+6"))][:2] == [
+        "4",
+        "4",
+    ]
 
 
 REFUSED = {
@@ -110,7 +119,9 @@ def test_a_value_that_cannot_be_planned_is_named_with_its_cure(flags, capsys):
     assert REFUSED[flags] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", [None, "{", '{"model_type": "none"}', '{"model_type": "clip"}', "{}"])
+@pytest.mark.parametrize(
+    "content", [None, "{", '{"model_type": "none"}', '{"model_type": "clip"}', "{}"]
+)
 def test_a_model_without_a_config_that_can_be_read_is_named(content, tmp_path, capsys):
     folder = tmp_path / "model"
     folder.mkdir()

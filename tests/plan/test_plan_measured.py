@@ -14,7 +14,14 @@ FLAGS = "--nodes 4x8 --prompt 512 --completion 2048 --rows 256"
 DEVICES = 2 * 8
 
 
-def write_run(folder: Path, generate: float, train: float, tail: float | None = 0.0, hidden: float = 0.0, more=None):
+def write_run(
+    folder: Path,
+    generate: float,
+    train: float,
+    tail: float | None = 0.0,
+    hidden: float = 0.0,
+    more=None,
+):
     """Files of a run of 2 nodes of 7 ranks, 10 steps; the first step takes a minute longer, rank 3 trains longest.
 
     Args:
@@ -27,18 +34,32 @@ def write_run(folder: Path, generate: float, train: float, tail: float | None = 
         lines = [_line("train", 3.0, 5, rank, attempt=1)]  # of an earlier start
         for step in range(10):
             warm_up = 60.0 if step == 0 else 0.0
-            lines += [_line("sync", 1.0, step, rank), _line("generate", generate + warm_up, step, rank)]
-            lines += [_line("train", train - (0.0 if rank == 3 else 0.5), step, rank), _line("wait", 9.0, step, rank)]
-        (phases / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n" + lines[-1][:30])  # killed in a line
+            lines += [
+                _line("sync", 1.0, step, rank),
+                _line("generate", generate + warm_up, step, rank),
+            ]
+            lines += [
+                _line("train", train - (0.0 if rank == 3 else 0.5), step, rank),
+                _line("wait", 9.0, step, rank),
+            ]
+        # killed in a line
+        (phases / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n" + lines[-1][:30])
     if tail is None:
         return
     wall = 1.0 + generate + train
-    log = {"perf/step_s": wall, "perf/hidden_share": hidden / wall, "engine/tail_share": tail / wall}
+    log = {
+        "perf/step_s": wall,
+        "perf/hidden_share": hidden / wall,
+        "engine/tail_share": tail / wall,
+    }
     log |= {"perf/tokens_per_s": 8000.0, "perf/tokens_per_s_per_device": 8000.0 / DEVICES}
     log |= {"completions/mean_length": 700.0} | (more or {})
     for step, old in ((10, 0.0), (5, 1.0)):
         tails = {"engine/tail_share": log["engine/tail_share"] + old}
-        state = {"global_step": step, "log_history": [log | tails | {"step": i + 1} for i in range(step)]}
+        state = {
+            "global_step": step,
+            "log_history": [log | tails | {"step": i + 1} for i in range(step)],
+        }
         (folder / f"checkpoint-{step}").mkdir()
         (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
 
@@ -58,7 +79,8 @@ def test_a_run_gives_the_seconds_of_its_slowest_rank_after_the_warm_up(tmp_path)
     with open(tmp_path / "_multinode" / "phases" / "rank0.jsonl", "a") as file:
         line = json.loads(_line("generate", 300.0, 5, 0)) | {"evaluation": True}
         file.write("\n" + json.dumps(line) + "\n")
-    assert read_run(str(tmp_path)).times.generate_s == pytest.approx(40.0)  # an evaluation is of no step
+    # an evaluation is of no step
+    assert read_run(str(tmp_path)).times.generate_s == pytest.approx(40.0)
     write_run(tmp_path / "overlapped", generate=4.0, train=10.0, hidden=9.0)
     run = read_run(str(tmp_path / "overlapped"))
     assert run.times.generate_s == pytest.approx(13.0) and run.overlapped
@@ -79,7 +101,11 @@ def test_the_measured_seconds_are_scaled_to_each_split(tmp_path):
     # g = 40 s on 1 GPU of which 30 are a tail, t = 10 s on 7: 4+4 needs 30 + 10/4 and 70/4; in flight (10 + 3)/4
     write_run(tmp_path, generate=40.0, train=10.0, tail=30.0)
     found = layouts(task("0.5B", f"{FLAGS} --run {tmp_path}"))["4+4", 1].seconds
-    assert (found.generate, found.train, found.tail) == (pytest.approx(32.5), pytest.approx(17.5), pytest.approx(30.0))
+    assert (found.generate, found.train, found.tail) == (
+        pytest.approx(32.5),
+        pytest.approx(17.5),
+        pytest.approx(30.0),
+    )
     assert found.after == pytest.approx(51.0) and found.beside == pytest.approx(33.5)
     assert found.in_flight == pytest.approx(1 + 17.5)
 
@@ -103,7 +129,10 @@ def test_the_measured_seconds_are_scaled_to_each_split(tmp_path):
         ({"generate": 0.2, "train": 10.0}, ["take 7+1 with `max_staleness=0`", "5 %"]),
         ({"generate": 9.0, "train": 10.0, "tail": None}, ["tail is unknown"]),
         # engines in flight are taken as busy all the time
-        ({"generate": 1.0, "train": 10.0, "more": {"in_flight/mixed_rows": 0.4}}, ["in flight", "generate 12.0 s"]),
+        (
+            {"generate": 1.0, "train": 10.0, "more": {"in_flight/mixed_rows": 0.4}},
+            ["in flight", "generate 12.0 s"],
+        ),
     ],
     ids=["long tail", "one round ahead", "no staleness", "unknown tail", "in flight"],
 )
@@ -117,7 +146,12 @@ def test_the_seconds_of_a_run_decide_what_to_take(tmp_path, capsys, seconds, wor
 def test_a_folder_without_phases_or_with_one_step_and_engines_that_share_gpus_are_refused(tmp_path):
     with pytest.raises(PlanError, match="`--run` .*`output_dir`"):
         read_run(str(tmp_path))
-    write_run(tmp_path / "shared", generate=1.0, train=1.0, more={"perf/tokens_per_s_per_device": 8000.0 / 14})
+    write_run(
+        tmp_path / "shared",
+        generate=1.0,
+        train=1.0,
+        more={"perf/tokens_per_s_per_device": 8000.0 / 14},
+    )
     with pytest.raises(PlanError, match="GPUs that only generate"):
         read_run(str(tmp_path / "shared"))
     phases = tmp_path / "_multinode" / "phases"

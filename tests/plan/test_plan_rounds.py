@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 from plan_kit import size, task
 
-from trl_multinode.tools.plan.engine_memory import EngineMemory, cache_blocks, engine_memory, parallel_degrees
+from trl_multinode.tools.plan.engine_memory import (
+    EngineMemory,
+    cache_blocks,
+    engine_memory,
+    parallel_degrees,
+)
 from trl_multinode.tools.plan.model_size import Experts
 from trl_multinode.tools.plan.rounds import Decoder, drained, generate, lengths, mixed
 from trl_multinode.tools.plan.task import Rows
@@ -45,7 +50,9 @@ def test_rows_take_their_steps_wait_for_the_cache_and_have_a_tail():
 def test_a_round_takes_as_long_as_in_the_simulation_of_the_docs():
     """docs/operate/sizing.md: 389 s on one engine of a 7B model on an H100, 214 GPU-seconds with full engines."""
     one = generate(ROWS, on(1), decoder(), open_rounds=4)
-    assert one.seconds == pytest.approx(389, rel=0.15) and one.full_s == pytest.approx(214, rel=0.15)
+    assert one.seconds == pytest.approx(389, rel=0.15) and one.full_s == pytest.approx(
+        214, rel=0.15
+    )
 
 
 def test_more_engines_divide_full_rounds_but_not_the_tail():
@@ -59,13 +66,18 @@ def test_a_token_of_many_rows_needs_all_experts_one_row_needs_few():
     experts = Decoder(model, gpu, 8)
     few, many = experts.step_s(1, 0), experts.step_s(256, 0)
     assert many > 3 * few
-    assert Decoder(replace(model, experts=Experts()), gpu, 8).step_s(1, 0) == pytest.approx(many, rel=0.25)
+    assert Decoder(replace(model, experts=Experts()), gpu, 8).step_s(1, 0) == pytest.approx(
+        many, rel=0.25
+    )
 
 
 def test_the_cache_of_one_token_is_split_by_heads_and_no_further():
     model = size("32B")  # 64 layers, 8 key-value heads of 128: 2 * 64 * 8 * 128 elements of 2 bytes
     assert 2 * model.attention.cache_elements(1) == 262144
-    assert [model.attention.cache_elements(1) // model.attention.cache_elements(n) for n in (2, 4, 8, 16)] == [
+    assert [
+        model.attention.cache_elements(1) // model.attention.cache_elements(n)
+        for n in (2, 4, 8, 16)
+    ] == [
         2,
         4,
         8,

@@ -27,7 +27,12 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 DIMENSIONS = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 448, "num_attention_heads": 4, "num_key_value_heads": 2
 }  # fmt: skip
-EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+EXPERTS = {
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+}
 SMALL = {
     "qwen2": lambda **more: Qwen2Config(**DIMENSIONS, **more),
     "qwen3": lambda **more: Qwen3Config(**DIMENSIONS, head_dim=64, **more),
@@ -56,7 +61,9 @@ def test_state_bytes_are_those_of_deepspeeds_estimator(name, nodes, ranks):
     offloads = {"none": (False, False), "optimizer": (True, False), "all": (True, True)}
     for offload, (optimizer, parameters) in offloads.items():
         ours, host = state_bytes(model, nodes, ranks, offload)
-        their_host, theirs, _ = estimate(model.parameters, model.largest_layer, ranks, nodes, optimizer, parameters)
+        their_host, theirs, _ = estimate(
+            model.parameters, model.largest_layer, ranks, nodes, optimizer, parameters
+        )
         assert ours + LAYER_BYTES * model.largest_layer == pytest.approx(theirs, rel=0.02)
         if offload != "none":
             assert host == pytest.approx(their_host, rel=0.02)
@@ -77,7 +84,10 @@ def test_the_buckets_are_deepspeeds_defaults():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     defaults = DeepSpeedZeroConfig(stage=3)
-    assert (defaults.max_live_parameters, defaults.reduce_bucket_size) == (LIVE_PARAMETERS, REDUCE_BUCKET)
+    assert (defaults.max_live_parameters, defaults.reduce_bucket_size) == (
+        LIVE_PARAMETERS,
+        REDUCE_BUCKET,
+    )
 
 
 def kept_bytes(model: torch.nn.Module, checkpointed: bool = False) -> int:
@@ -93,7 +103,10 @@ def kept_bytes(model: torch.nn.Module, checkpointed: bool = False) -> int:
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(0, 512, (1, TOKENS))
-    with warnings.catch_warnings(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with (
+        warnings.catch_warnings(),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
         warnings.simplefilter("ignore")
         output = model.train().model(input_ids=ids, use_cache=False)
     assert output.last_hidden_state.requires_grad
@@ -107,7 +120,9 @@ def test_a_layer_keeps_the_bytes_that_autograd_keeps(kind):
 
 
 def test_a_checkpointed_layer_keeps_its_input():
-    measured = kept_bytes(small("llama", 3), checkpointed=True) - kept_bytes(small("llama", 2), checkpointed=True)
+    measured = kept_bytes(small("llama", 3), checkpointed=True) - kept_bytes(
+        small("llama", 2), checkpointed=True
+    )
     assert measured / TOKENS == pytest.approx(2 * DIMENSIONS["hidden_size"], rel=0.05)
 
 
@@ -122,8 +137,14 @@ def test_a_backward_pass_needs_the_memory_that_it_has_at_its_peak(kind):
         parameter.grad = torch.zeros_like(parameter)
     tracker.track_external(model)
     with tracker:
-        model.model(input_ids=torch.randint(0, 512, (1, TOKENS)), use_cache=False).last_hidden_state.sum().backward()
-    (peak,) = (sizes for device, sizes in tracker.get_tracker_snapshot("peak").items() if device.type == "cpu")
+        model.model(
+            input_ids=torch.randint(0, 512, (1, TOKENS)), use_cache=False
+        ).last_hidden_state.sum().backward()
+    (peak,) = (
+        sizes
+        for device, sizes in tracker.get_tracker_snapshot("peak").items()
+        if device.type == "cpu"
+    )
     weights = sum(parameter.nbytes for parameter in model.parameters())
     measured = peak[next(key for key in peak if str(key) == "Total")] - 2 * weights
     assert activation_bytes(size_of(model), 1, TOKENS) == pytest.approx(measured, rel=0.1)
@@ -131,14 +152,18 @@ def test_a_backward_pass_needs_the_memory_that_it_has_at_its_peak(kind):
 
 def test_a_sync_takes_the_seconds_of_the_benchmarks_projection():
     found = json.loads((RESULTS / "projection.json").read_text())["projected"]["one NIC per node"]
-    cells = {(row["model"], row["split"]): row["seconds"] for row in found if row["transport"] == "host"}
+    cells = {
+        (row["model"], row["split"]): row["seconds"] for row in found if row["transport"] == "host"
+    }
     compared = 0
     for (name, split), took in cells.items():
         if name not in PARAMETERS:
             continue
         reserved = int(split[-1])
         for nodes in (4, 64):
-            plan = task(name, f"--nodes {nodes}x8 --gpu H200-141 --completion 4096 --rows 256 --link 400")
+            plan = task(
+                name, f"--nodes {nodes}x8 --gpu H200-141 --completion 4096 --rows 256 --link 400"
+            )
             layout = layouts(plan)[split, reserved]
             assert sync_seconds(plan, layout) == pytest.approx(took[str(nodes)], abs=0.006)
             slow = replace(plan, cluster=replace(plan.cluster, link=plan.cluster.link / 10))

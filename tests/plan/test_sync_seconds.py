@@ -27,8 +27,10 @@ SYNC = Sync(80 * GB, nodes=4)
 
 def test_a_stage_takes_bytes_divided_by_bytes_per_second():
     stages = stage_seconds(SYNC, RATES)
-    assert stages["across"] == pytest.approx(0.75 * 80 / (50 * 0.92))  # three quarters of the model are elsewhere
-    assert stages["within"] == pytest.approx(6 / 7 * 80 / 300)  # one of seven ranks has its own part
+    # three quarters of the model are elsewhere
+    assert stages["across"] == pytest.approx(0.75 * 80 / (50 * 0.92))
+    # one of seven ranks has its own part
+    assert stages["within"] == pytest.approx(6 / 7 * 80 / 300)
     assert stages["copy"] == pytest.approx(80 / 40)
     assert stages["load"] == pytest.approx(80 / 40 + 80 / 1250)
     assert stages["commit"] == pytest.approx(80 / 200)
@@ -37,11 +39,13 @@ def test_a_stage_takes_bytes_divided_by_bytes_per_second():
 def test_each_transport_has_its_own_way_into_the_engines():
     ipc = stage_seconds(replace(SYNC, transport="ipc", workers=4, tensor_parallel=4), RATES)
     assert ipc["copy"] == pytest.approx(80 / 1250)
-    assert ipc["load"] == pytest.approx(4 * 80 / 300 + 80 / 4 / 1250)  # four workers read from one GPU
+    # four workers read from one GPU
+    assert ipc["load"] == pytest.approx(4 * 80 / 300 + 80 / 4 / 1250)
     assert ipc["commit"] == pytest.approx(80 / 4 / 200)
     nccl = stage_seconds(replace(SYNC, transport="nccl", workers=4, tensor_parallel=4), RATES)
     assert nccl["copy"] == pytest.approx(80 / 1250 + 80 / 300)
-    assert nccl["load"] == pytest.approx(80 / 300 + 80 / 1250 + 80 / 4 / 1250)  # one broadcast reaches all
+    # one broadcast reaches all
+    assert nccl["load"] == pytest.approx(80 / 300 + 80 / 1250 + 80 / 4 / 1250)
 
 
 def test_the_slowest_stage_counts_in_full_and_the_others_with_one_bucket():
@@ -62,9 +66,13 @@ def test_with_an_infinite_nic_the_number_of_nodes_does_not_matter(transport):
 
 
 def test_a_side_without_page_locks_bounds_the_copies_through_host_memory():
-    slow = [projected(replace(SYNC, sender_locked=a, worker_locked=b)) for a, b in ((True, False), (False, True))]
+    slow = [
+        projected(replace(SYNC, sender_locked=a, worker_locked=b))
+        for a, b in ((True, False), (False, True))
+    ]
     assert min(slow) > 80 / 10 > projected(SYNC)
-    assert projected(replace(SYNC, sender_locked=False, worker_locked=False)) < 80 / 10 * 1.2  # the sides overlap
+    # the sides overlap
+    assert projected(replace(SYNC, sender_locked=False, worker_locked=False)) < 80 / 10 * 1.2
     other = replace(SYNC, transport="nccl")
     assert projected(other) == projected(replace(other, sender_locked=False, worker_locked=False))
 
@@ -79,7 +87,9 @@ def test_what_no_machine_has_is_refused():
 def test_a_measured_cell_waits_for_its_largest_bucket():
     """By hand: a link of 0.5 x 100 MB / 50 MB/s = 1 s and a copy of 0.5 s hide behind a load of 2 s, except for the
     largest bucket, a quarter of the bytes; the commit takes 0.1 s."""
-    assert seconds(Cell(100e6, 2, 25e6, 50e6, (5e-9, 20e-9), 1e-9)) == pytest.approx(2 + 1.5 / 4 + 0.1)
+    assert seconds(Cell(100e6, 2, 25e6, 50e6, (5e-9, 20e-9), 1e-9)) == pytest.approx(
+        2 + 1.5 / 4 + 0.1
+    )
 
 
 def test_what_does_not_depend_on_bytes_counts_per_bucket_hop_and_call():

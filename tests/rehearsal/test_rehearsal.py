@@ -64,7 +64,10 @@ def result(trainer) -> list:
         {name: value for name, value in entry.items() if not any(part in name for part in clock)}
         for entry in trainer.state.log_history
     ]
-    sums = [float(part.detach().double().sum()) for part in (*trainer.model.parameters(), *trainer.gradients)]
+    sums = [
+        float(part.detach().double().sum())
+        for part in (*trainer.model.parameters(), *trainer.gradients)
+    ]
     position = [trainer._step, trainer.accelerator.gradient_state.sync_gradients]
     return [trainer.trace.seen, logs, sums, position]
 
@@ -99,13 +102,18 @@ def test_a_run_is_the_same_with_and_without_bit_by_bit(case, tmp_path):
 
         rehearsal_module.Trainer = SimpleNamespace(training_step=spy)
         runs = [trained(tmp_path, rehearse, **settings) for rehearse in (False, True)]
-        real, made_up = fields(runs[0]._buffered_inputs[0]), fields(batch_of(runs[0], Rows(4, 21, 64)))
+        real, made_up = (
+            fields(runs[0]._buffered_inputs[0]),
+            fields(batch_of(runs[0], Rows(4, 21, 64))),
+        )
         return [*map(result, runs), shapes, real, made_up]
 
     for without, with_it, shapes, real, made_up in on_ranks(body, ranks, tmp_path):
         assert with_it == without
         assert without[0][0] and len(without[1]) > 1  # numbers were compared
-        longest = [[[2, 21], [2, 64]], [[3, 16], [3, 50]]] if case == "balanced" else [[[4, 21], [4, 64]]]
+        longest = (
+            [[[2, 21], [2, 64]], [[3, 16], [3, 50]]] if case == "balanced" else [[[4, 21], [4, 64]]]
+        )
         assert shapes == longest, "the longest prompt of the dataset, and `max_completion_length`"
         assert made_up == real
 
@@ -162,8 +170,15 @@ def test_the_reserved_memory_is_that_of_the_optimizers_state(name):
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    assert sum(part.nbytes for part in held) == sum(value.nbytes for value in tensors if value.numel() > 1)
+    tensors = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    ]
+    assert sum(part.nbytes for part in held) == sum(
+        value.nbytes for value in tensors if value.numel() > 1
+    )
     if tensors:
         assert reserve_state(trainer) == ([], "it is allocated already")
 
@@ -174,7 +189,9 @@ def test_an_optimizer_that_cannot_be_tried_is_named():
             raise ValueError("a parameter must have a name")
 
     model = torch.nn.Linear(10, 10)
-    held, reason = reserve_state(SimpleNamespace(model_wrapped=model, optimizer=Special(model.parameters(), lr=0.1)))
+    held, reason = reserve_state(
+        SimpleNamespace(model_wrapped=model, optimizer=Special(model.parameters(), lr=0.1))
+    )
     assert held == [] and "Special" in reason and "ValueError: a parameter must" in reason
 
 
@@ -192,7 +209,9 @@ class Generation:
         self.calls.append("sync")
 
     def rehearse(self, prompts, num_tokens):
-        self.calls.append((len(prompts), len(prompts[0]), num_tokens, len({tuple(p) for p in prompts})))
+        self.calls.append(
+            (len(prompts), len(prompts[0]), num_tokens, len({tuple(p) for p in prompts}))
+        )
         if self._dies:
             raise EngineDiedError("engine 0 of node 1 ended: CUDA out of memory")
 
@@ -228,7 +247,9 @@ def trainer_on(generation: Generation) -> SimpleNamespace:
 def test_a_round_of_different_rows_fills_the_engines_cache():
     trainer = trainer_on(Generation(dies=False))
     Rehearsal(trainer)._generate(500)
-    assert trainer.vllm_generation.calls == ["sync", (32, 484, 16, 32)] and trainer.host.aligned == 1
+    assert (
+        trainer.vllm_generation.calls == ["sync", (32, 484, 16, 32)] and trainer.host.aligned == 1
+    )
 
 
 def test_an_engine_that_ends_names_rows_setting_and_cure():

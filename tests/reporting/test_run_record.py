@@ -65,7 +65,12 @@ def test_a_log_is_a_line_without_the_metrics_of_single_nodes(args, tmp_path):
     record = RunRecord(HOST, args, SimpleNamespace())
     record.add_log({"step": 4, "reward": 0.5, "perf/train_s": 1.0, "node12/train_s": 1.0})
     line = json.loads((tmp_path / "_multinode" / "log.jsonl").read_text())
-    assert line.pop("time") > 1e9 and line == {"attempt": 3, "step": 4, "reward": 0.5, "perf/train_s": 1.0}
+    assert line.pop("time") > 1e9 and line == {
+        "attempt": 3,
+        "step": 4,
+        "reward": 0.5,
+        "perf/train_s": 1.0,
+    }
 
 
 @pytest.mark.nightly

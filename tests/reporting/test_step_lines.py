@@ -4,7 +4,13 @@ import io
 from types import SimpleNamespace
 
 import pytest
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
 from transformers.trainer_callback import CallbackHandler
 
 from trl_multinode.reporting import callbacks as module
@@ -30,7 +36,9 @@ LOGS = SECONDS | {
 }  # fmt: skip
 
 
-def node(number: int, generate=20.0, train=15.0, wait=4.0, tokens=1000.0, **more) -> dict[str, float]:
+def node(
+    number: int, generate=20.0, train=15.0, wait=4.0, tokens=1000.0, **more
+) -> dict[str, float]:
     values = {"generate_s": generate, "train_s": train, "wait_s": wait, "sync_s": 1.0, "reward_s": 0.4,
               "tokens": tokens, "memory_gib": 70.0, "engine_busy": 0.6} | more  # fmt: skip
     return {f"node{number}/{name}": value for name, value in values.items()}
@@ -56,13 +64,19 @@ def test_a_step_is_one_short_line_with_all_that_was_asked_for():
 
 def test_a_line_leaves_out_what_was_not_measured():
     line = step_line(SECONDS | {"loss": 0.25, "memory/host_gib/max": 1.5, "engine/busy": 0.5}, 1, 2)
-    assert line.startswith("step 1/2 | 41.2 s: ") and line.endswith("| memory 1.5 GiB | engines busy 50 % | loss 0.25")
+    assert line.startswith("step 1/2 | 41.2 s: ") and line.endswith(
+        "| memory 1.5 GiB | engines busy 50 % | loss 0.25"
+    )
     assert "MFU" not in line and "KV" not in line and "tokens" not in line
 
 
 def test_other_logs_are_one_line_too():
-    line = other_line({f"eval_x/{i}": 1.0 for i in range(20)} | {"eval_reward": 0.5, "epoch": 1.0}, 7)
-    assert line.startswith("evaluation at step 7: reward 0.5, x/0 1, ") and line.endswith(", and 13 more")
+    line = other_line(
+        {f"eval_x/{i}": 1.0 for i in range(20)} | {"eval_reward": 0.5, "epoch": 1.0}, 7
+    )
+    assert line.startswith("evaluation at step 7: reward 0.5, x/0 1, ") and line.endswith(
+        ", and 13 more"
+    )
     assert other_line({"train_runtime": 1.5, "train_loss": 0.1, "total_flos": 0}, 9) == (
         "end at step 9: loss 0.1, runtime 1.5"
     )
@@ -77,14 +91,22 @@ def test_a_node_with_longer_completions_is_marked_with_its_reason_and_the_others
     lines = [line for line in text.splitlines() if line.split()[0] in "0123"]
     assert "34.0 (1.4 x)" in lines[1] and "node 1: generate: 1.6 x the tokens" in text
     assert not any(" x)" in line for line in (lines[0], lines[2], lines[3]))
-    text = table(node(0), node(1, generate=34.0, wait=0.0, tokens=1900.0), node(2, wait=7.0), node(3, wait=1.0))
+    text = table(
+        node(0),
+        node(1, generate=34.0, wait=0.0, tokens=1900.0),
+        node(2, wait=7.0),
+        node(3, wait=1.0),
+    )
     assert "wait: for node 1 (generate)" in text and text.isascii()
 
 
 def test_a_node_that_is_slower_with_as_many_tokens_says_so():
     text = table(node(0), node(1, train=30.0, generate=41.0, memory_gib=110.0), node(2))
     assert "generate: slower engines at as many tokens" in text
-    assert "train: slower GPUs or host at as many tokens" in text and "GiB: more memory at as many tokens" in text
+    assert (
+        "train: slower GPUs or host at as many tokens" in text
+        and "GiB: more memory at as many tokens" in text
+    )
 
 
 def test_short_times_and_a_factor_of_less_than_1_3_are_not_marked():
@@ -93,14 +115,22 @@ def test_short_times_and_a_factor_of_less_than_1_3_are_not_marked():
 
     nodes = {0: values(10.0, 0.01), 1: values(10.0, 0.01), 2: values(13.5, 0.5)}
     assert marked(nodes, step_s=40.0) == {0: [], 1: [], 2: []}  # 1.2 x, and 0.3 s of 40 s
-    assert marked(nodes | {2: values(19.0, 0.5)}, step_s=10.0) == {0: [], 1: [], 2: ["generate_s", "reward_s"]}
+    assert marked(nodes | {2: values(19.0, 0.5)}, step_s=10.0) == {
+        0: [],
+        1: [],
+        2: ["generate_s", "reward_s"],
+    }
 
 
 def test_of_many_nodes_the_marked_ones_are_shown():
     nodes = [node(number) for number in range(64)]
     nodes[50] = node(50, generate=60.0)
     text = table(*nodes)
-    rows = [line.split()[0] for line in text.splitlines() if line.split()[0].isdigit() and " more " not in line]
+    rows = [
+        line.split()[0]
+        for line in text.splitlines()
+        if line.split()[0].isdigit() and " more " not in line
+    ]
     assert len(rows) == MOST_ROWS and "50" in rows and "48 more nodes, 1 of 64 marked" in text
 
 
@@ -124,7 +154,9 @@ def handler(default: TrainerCallback, *own: TrainerCallback) -> CallbackHandler:
 
 
 def log(handler: CallbackHandler, logs: dict, step: int = 10, main: bool = True) -> None:
-    state = TrainerState(global_step=step, max_steps=80, is_world_process_zero=main, is_local_process_zero=True)
+    state = TrainerState(
+        global_step=step, max_steps=80, is_world_process_zero=main, is_local_process_zero=True
+    )
     handler.on_log(SimpleNamespace(), state, TrainerControl(), logs)
 
 
@@ -162,7 +194,9 @@ def test_a_notebooks_own_callback_stays():
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_line_is_printed_beside_a_progress_bar_which_is_only_on_a_terminal(is_terminal, monkeypatch, capsys):
+def test_the_line_is_printed_beside_a_progress_bar_which_is_only_on_a_terminal(
+    is_terminal, monkeypatch, capsys
+):
     stream = io.StringIO()
     stream.isatty = lambda: is_terminal
     monkeypatch.setattr(module.sys, "stderr", stream)

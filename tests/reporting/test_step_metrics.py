@@ -16,7 +16,13 @@ from trl_multinode.node_settings import NodeSettings
 from trl_multinode.reporting import steps
 from trl_multinode.reporting.flops import ModelFlops, model_flops, peak_flops, peak_of
 from trl_multinode.reporting.lines import node_table, rendered, step_line
-from trl_multinode.reporting.metrics import NUM_NUMBERS, RankNumbers, RunShape, StepSums, step_metrics
+from trl_multinode.reporting.metrics import (
+    NUM_NUMBERS,
+    RankNumbers,
+    RunShape,
+    StepSums,
+    step_metrics,
+)
 from trl_multinode.reporting.steps import StepReport, count_tokens, gpu_memory
 from trl_multinode.rollouts.staleness import RoundSums, StalenessMeter, summarize_rounds
 from trl_multinode.run.phases import PHASES, Phases
@@ -28,7 +34,9 @@ ROUNDS = RoundSums(*[1.0] * len(astuple(RoundSums())))
 def rank(phases=(1.0, 20.0, 0.5, 15.0, 4.0), **step) -> RankNumbers:
     values = {"wall_s": 80.0, "tokens": 1000.0, "squares": 1e5, "trained_tokens": 600.0, "gpu_gib": 60.0,
               "gpu_share": 0.8, "host_gib": 10.0} | step  # fmt: skip
-    return RankNumbers(dict(zip(PHASES, phases, strict=True)), [0.0] * len(STAGES), ROUNDS, StepSums(**values))
+    return RankNumbers(
+        dict(zip(PHASES, phases, strict=True)), [0.0] * len(STAGES), ROUNDS, StepSums(**values)
+    )
 
 
 # ---- seconds and throughput
@@ -48,13 +56,16 @@ def test_every_device_counts_also_the_reserved_ones():
     ranks = [rank(), rank()]
     found = step_metrics(ranks, steps=1, shape=RunShape(ranks_per_node=2, devices=4, iterations=2))
     assert found["perf/tokens_per_s"] == 25.0 and found["perf/tokens_per_s_per_device"] == 6.25
-    assert found["perf/valid_tokens_per_device_hour"] == 1200 / 2 / 4 / (80 / 3600)  # trained on twice: counted once
+    # trained on twice: counted once
+    assert found["perf/valid_tokens_per_device_hour"] == 1200 / 2 / 4 / (80 / 3600)
 
 
 @pytest.mark.nightly
 def test_one_node_has_no_series_per_node_and_what_no_rank_measured_is_left_out():
     without = rank(gpu_gib=math.nan, gpu_share=math.nan, tokens=0.0)
-    found = step_metrics([without] * 2, steps=1, shape=RunShape(2, 3, flops=ModelFlops(1.0, 1.0), peak_flops=1.0))
+    found = step_metrics(
+        [without] * 2, steps=1, shape=RunShape(2, 3, flops=ModelFlops(1.0, 1.0), peak_flops=1.0)
+    )
     assert not [name for name in found if name.startswith(("node", "memory/gpu"))]
     assert not [name for name in found if "tokens" in name or "mfu" in name]
     assert found["memory/host_gib/max"] == 10.0
@@ -95,9 +106,14 @@ def config(tied: bool, **more) -> Qwen2Config:
 @pytest.mark.parametrize("tied", [True, False])
 def test_model_flops_are_6_n_without_the_lookup_and_12_lhq_for_the_attention(tied):
     model = Qwen2ForCausalLM(config(tied))
-    blocks = sum(p.numel() for name, p in model.named_parameters() if "layers." in name or name == "model.norm.weight")
+    blocks = sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if "layers." in name or name == "model.norm.weight"
+    )
     found = model_flops(model)
-    assert found == ModelFlops(per_token=6 * (blocks + 64 * 32), per_square=12 * 2 * 4 * 8)  # the head multiplies
+    # the head multiplies
+    assert found == ModelFlops(per_token=6 * (blocks + 64 * 32), per_square=12 * 2 * 4 * 8)
     assert found.of(10, 100) == 10 * found.per_token + 100 * found.per_square
 
 
@@ -135,8 +151,14 @@ def test_the_peak_is_a_data_sheets_and_unknown_on_a_cpu():
     assert peak_of("NVIDIA H200") == 989.5e12 and peak_of("NVIDIA H20") == 148e12
     assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12 and peak_of("NVIDIA L4") == 121e12
     assert peak_of("NVIDIA H200 NVL") == 835.5e12 and peak_of("NVIDIA H800 PCIe") == 756.5e12
-    assert peak_of("AMD Instinct MI250X / MI250") == 191.5e12 and peak_of("AMD Instinct MI300X") == 1307.4e12
-    assert peak_of("NVIDIA GeForce GTX 1080") is None and peak_of("NVIDIA A100-SXM4-40GB MIG 3g.20gb") is None
+    assert (
+        peak_of("AMD Instinct MI250X / MI250") == 191.5e12
+        and peak_of("AMD Instinct MI300X") == 1307.4e12
+    )
+    assert (
+        peak_of("NVIDIA GeForce GTX 1080") is None
+        and peak_of("NVIDIA A100-SXM4-40GB MIG 3g.20gb") is None
+    )
     assert peak_flops(NodeSettings(bf16=True), torch.device("cpu")) is None
 
 
@@ -193,7 +215,9 @@ def report(accelerator: OneRank, per_engine=((), ()), **settings) -> StepReport:
         updates=SimpleNamespace(clocks=clocks, num_restarts=2), at=1, rank=SimpleNamespace(transport=("host", "")),
     )  # fmt: skip
     generation = SimpleNamespace(take_seconds_ahead=lambda: (0.0, 0.0))
-    found = StepReport(host, accelerator, StalenessMeter(None), generation, Qwen2ForCausalLM(config(True)))
+    found = StepReport(
+        host, accelerator, StalenessMeter(None), generation, Qwen2ForCausalLM(config(True))
+    )
     found.host = host
     return found
 
@@ -216,14 +240,20 @@ def test_a_log_is_one_gather_and_has_all_of_it(monkeypatch):
     found = one.metrics(SyncTimings(), steps_left=9)
     assert accelerator.gathers == 1
     assert found["perf/step_s"] == 10.0 and found["perf/eta_s"] == 90.0
-    assert found["perf/tokens_per_s"] == 4 * 40 / 10 and found["perf/tokens_per_s_per_device"] == 16 / 8
+    assert (
+        found["perf/tokens_per_s"] == 4 * 40 / 10
+        and found["perf/tokens_per_s_per_device"] == 16 / 8
+    )
     assert found["engine/busy"] == 0.5 and found["engine/kv_use"] == pytest.approx(0.7)
-    assert found["memory/host_gib/max"] > 0.05 and "memory/gpu_gib/max" not in found and found["perf/mfu"] > 0
+    assert (
+        found["memory/host_gib/max"] > 0.05
+        and "memory/gpu_gib/max" not in found
+        and found["perf/mfu"] > 0
+    )
     now.seconds, one.host.at = now.seconds + 4.0, 3
     found = one.metrics(SyncTimings(), steps_left=7)
-    assert (
-        accelerator.gathers == 2 and found["perf/step_s"] == 2.0 and found["perf/eta_s"] == 14.0
-    )  # without the first interval
+    # without the first interval
+    assert accelerator.gathers == 2 and found["perf/step_s"] == 2.0 and found["perf/eta_s"] == 14.0
     assert "perf/tokens_per_s" not in found  # taken
 
 
@@ -273,7 +303,9 @@ def test_the_first_log_counts_nothing_of_the_set_up(monkeypatch):
         now.seconds += 90.0
     one.count({"prompt_mask": ones, "completion_mask": ones})
     clocks = one.host.updates.clocks.seconds
-    one.host.updates.clocks.seconds = [tuple(seconds + 5.0 for seconds in clock) for clock in clocks]
+    one.host.updates.clocks.seconds = [
+        tuple(seconds + 5.0 for seconds in clock) for clock in clocks
+    ]
     found = one.metrics(SyncTimings(), steps_left=9)
     assert found["perf/rank_busy_share"] == 0.6
     assert found["perf/tokens_per_s"] == 4 * 20 / 100
@@ -307,7 +339,12 @@ def logged(num_nodes: int = 2, ranks_per_node: int = 2) -> dict[str, float]:
 
 @pytest.mark.nightly
 def test_the_page_names_what_is_logged_and_nothing_else():
-    of_trls_metrics = ("balance/", "rewards/", "dynamic_sampling/effective", "dynamic_sampling/flat")
+    of_trls_metrics = (
+        "balance/",
+        "rewards/",
+        "dynamic_sampling/effective",
+        "dynamic_sampling/flat",
+    )
     assert {name for name in documented() if not name.startswith(of_trls_metrics)} == mine(logged())
 
 

@@ -9,7 +9,16 @@ from pathlib import Path
 import agent_kinds
 import pytest
 import torch
-from agent_kinds import AHEAD, KINDS, SPEAKER, Kind, threads_of_groups, tool, trained, wait_for_the_end_of_groups
+from agent_kinds import (
+    AHEAD,
+    KINDS,
+    SPEAKER,
+    Kind,
+    threads_of_groups,
+    tool,
+    trained,
+    wait_for_the_end_of_groups,
+)
 from agents import GROUP, Seen, Speaker, call_of, chats, engines_here, ours
 from forks import forked
 from test_agents import RAISES, breaks, breaks_later, caller_of, groups_of
@@ -19,7 +28,8 @@ from waiting import HANG_S, until
 from trl_multinode.errors import RolloutError
 from trl_multinode.rollouts.stand_in import own_attributes
 
-pytestmark = pytest.mark.nightly  # test_agents has an error of each kind, every schedule, and a resume
+# test_agents has an error of each kind, every schedule, and a resume
+pytestmark = pytest.mark.nightly
 
 
 class Stop(Exception):
@@ -134,7 +144,9 @@ def test_an_error_of_an_earlier_run_does_not_end_the_next_one(ahead, tmp_path):
         return "fine"
 
     with engines_here(caller_of(look, 1)):
-        trainer = ours(tmp_path, Seen(), chats(12), {"tools": [look]}, max_staleness=ahead, **RAISES)
+        trainer = ours(
+            tmp_path, Seen(), chats(12), {"tools": [look]}, max_staleness=ahead, **RAISES
+        )
         with pytest.raises(RolloutError, match="the service is down"):
             trainer.train()
         working.append(True)
@@ -146,7 +158,9 @@ def test_an_error_of_an_earlier_run_does_not_end_the_next_one(ahead, tmp_path):
 def test_ctrl_c_is_nobodys_error(ahead, tmp_path):
     """In the main thread it is the user's."""
     with pytest.raises(RolloutError if ahead else KeyboardInterrupt, match="broken"):
-        trained(tmp_path, Kind({"tools": [breaks]}), speaker=caller_of(breaks, 3), max_staleness=ahead)
+        trained(
+            tmp_path, Kind({"tools": [breaks]}), speaker=caller_of(breaks, 3), max_staleness=ahead
+        )
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -163,15 +177,20 @@ def test_a_reset_in_a_tool_is_no_row_of_trls(ahead, tmp_path):
 
 
 def generates_in_two_threads(prompts, trainer):
-    ids = trainer.processing_class.apply_chat_template(prompts, tokenize=True, return_dict=True)["input_ids"]
+    ids = trainer.processing_class.apply_chat_template(prompts, tokenize=True, return_dict=True)[
+        "input_ids"
+    ]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda row: trainer.vllm_generation.generate([row]), ids))
 
 
 @pytest.mark.parametrize(
-    ("loop", "named"), [(breaks_by_gathering, "accelerator.gather"), (generates_in_two_threads, "generate")]
+    ("loop", "named"),
+    [(breaks_by_gathering, "accelerator.gather"), (generates_in_two_threads, "generate")],
 )
-def test_a_collective_or_two_calls_of_generate_at_once_are_refused_in_a_rollout_that_runs_ahead(loop, named, tmp_path):
+def test_a_collective_or_two_calls_of_generate_at_once_are_refused_in_a_rollout_that_runs_ahead(
+    loop, named, tmp_path
+):
     with pytest.raises(RolloutError, match=f"`{named}`"):
         trained(tmp_path, Kind({"rollout_func": loop}), max_staleness=1)
 
@@ -189,9 +208,13 @@ def test_a_template_with_the_date_does_not_end_a_run_at_midnight(tmp_path, monke
 
     class AtMidnight(Seen):
         def __call__(self, *args, **kwargs):
-            groups, stream = trainer.vllm_generation.rounds.groups, trainer.host.updates.ahead_engines.stream
+            groups, stream = (
+                trainer.vllm_generation.rounds.groups,
+                trainer.host.updates.ahead_engines.stream,
+            )
             until(
-                lambda: {request.group for request, _ in list(stream.turns)} >= set(groups.ids), "turns of all groups"
+                lambda: {request.group for request, _ in list(stream.turns)} >= set(groups.ids),
+                "turns of all groups",
             )
             day[0] = "02"
             return super().__call__(*args, **kwargs)
@@ -208,7 +231,11 @@ def test_a_template_with_the_date_does_not_end_a_run_at_midnight(tmp_path, monke
 
 def test_attributes_are_copied_while_another_thread_replaces_methods():
     """As a replay does in the main thread when a group begins."""
-    trainer, interval, stop = type("Trainer", (), {"_generate": lambda self: None})(), sys.getswitchinterval(), []
+    trainer, interval, stop = (
+        type("Trainer", (), {"_generate": lambda self: None})(),
+        sys.getswitchinterval(),
+        [],
+    )
     vars(trainer).update({f"a{i}": i for i in range(200)})
 
     def replace() -> None:
@@ -247,7 +274,9 @@ class Tracked(agent_kinds.Counter):
 
 
 @pytest.mark.parametrize("mode", AHEAD)
-def test_environments_keep_their_rows_until_their_rewards_are_read_and_are_used_again(mode, tmp_path):
+def test_environments_keep_their_rows_until_their_rewards_are_read_and_are_used_again(
+    mode, tmp_path
+):
     Tracked.built, wrong, rounds, num_rounds = [], [], [], 6
 
     def reads_late(environments, start, completions, **_):
@@ -260,13 +289,20 @@ def test_environments_keep_their_rows_until_their_rewards_are_read_and_are_used_
     kind = Kind({"environment_factory": Tracked}, {"start": list(range(2 * num_rounds))})
     settings = {"max_steps": -1, "num_train_epochs": 1}
     trainer, _ = trained(tmp_path, kind, reads_late, rows=2 * num_rounds, **settings, **AHEAD[mode])
-    assert wrong == [] and len(rounds) == num_rounds and all(len(set(one)) == 2 * GROUP for one in rounds)
+    assert (
+        wrong == []
+        and len(rounds) == num_rounds
+        and all(len(set(one)) == 2 * GROUP for one in rounds)
+    )
     in_use = 1 + trainer.max_staleness  # rounds: the one that is scored, and those that are open
     assert len(Tracked.built) <= 1 + 2 * GROUP * in_use, "environments are not used again"
     assert len({one for ids in rounds for one in ids}) < num_rounds * 2 * GROUP
     assert [one.resets for one in Tracked.built].count(0) <= 1  # TRL's probe
     if mode == "drain":
-        assert all(not set(one) & set(following) for one, following in zip(rounds, rounds[1:], strict=False))
+        assert all(
+            not set(one) & set(following)
+            for one, following in zip(rounds, rounds[1:], strict=False)
+        )
 
 
 @pytest.mark.parametrize("mode", AHEAD)
@@ -276,7 +312,9 @@ def test_an_evaluation_beside_open_groups_changes_no_row_of_training(mode, tmp_p
     for number, evaluates in enumerate((False, True)):
         seen = Seen()
         with engines_here(SPEAKER, turn_s=0.02):
-            keywords = kind.keywords | ({"eval_dataset": chats(2, start=[50, 60])} if evaluates else {})
+            keywords = kind.keywords | (
+                {"eval_dataset": chats(2, start=[50, 60])} if evaluates else {}
+            )
             trainer = ours(
                 tmp_path / str(number), seen, chats(12, **kind.columns), keywords, learning_rate=0.0,
                 num_generations_eval=GROUP, eval_strategy="steps" if evaluates else "no", eval_steps=1,

@@ -37,16 +37,25 @@ def row_by_row(prompts, trainer) -> dict:
     )
     completions, logprobs = [], []
     for row in ids:
-        _, (tokens,), (tops,), _ = trainer.vllm_generation.generate(prompts=[row], images=None, num_generations=1)
+        _, (tokens,), (tops,), _ = trainer.vllm_generation.generate(
+            prompts=[row], images=None, num_generations=1
+        )
         completions.append(list(tokens))
         logprobs.append([top[0] for top in tops])
     images = [["screenshot"] for _ in ids]
-    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logprobs, "images": images}
+    return {
+        "prompt_ids": ids,
+        "completion_ids": completions,
+        "logprobs": logprobs,
+        "images": images,
+    }
 
 
 LOOPS = {
     "no tools": Kind({"environment_factory": ObservesOnly}, {"start": list(range(12))}, ("start",)),
-    "row by row": Kind({"rollout_func": row_by_row}, {"level": list(range(12))}, ("level", "images")),
+    "row by row": Kind(
+        {"rollout_func": row_by_row}, {"level": list(range(12))}, ("level", "images")
+    ),
 }
 IN_ORDER = {
     "drain": AHEAD["drain"],
@@ -78,11 +87,17 @@ def test_without_a_change_of_weights_a_run_ahead_is_the_synchronous_run(name, mo
     for mine, its in zip(ahead.outputs, fresh.outputs, strict=True):
         assert mine.keys() == its.keys() and ("tool_mask" in its) == (name in KINDS)
         tensors = {field: value for field, value in its.items() if isinstance(value, torch.Tensor)}
-        different = [field for field, value in tensors.items() if not torch.allclose(mine[field], value, atol=1e-4)]
+        different = [
+            field
+            for field, value in tensors.items()
+            if not torch.allclose(mine[field], value, atol=1e-4)
+        ]
         assert different == [] and its["advantages"].abs().max() > 0
     for mine, its in zip(ahead.gradients, fresh.gradients, strict=True):
         assert (mine - its).abs().max() < 1e-4 * its.abs().max()
-    logs = [[of_rollouts(entry) for entry in numbers(one.state.log_history)] for one in (ahead, fresh)]
+    logs = [
+        [of_rollouts(entry) for entry in numbers(one.state.log_history)] for one in (ahead, fresh)
+    ]
     assert logs[0] == logs[1] and "reward" in logs[0][0]
     if name in ("tools", "environments"):
         assert min(entry["tools/call_frequency"] for entry in logs[0] if entry) > 0.2
@@ -98,7 +113,11 @@ def of_rollouts(entry: dict) -> dict:
 def sorted_rounds(groups: list[dict], rounds: list[dict]) -> list[dict]:
     """Groups that were scored one by one, in the order of the prompts of `rounds`."""
     found = {str(one["prompts"][0]): one for one in groups}
-    return [found[str(one["prompts"][at])] for one in rounds for at in range(0, len(one["prompts"]), GROUP)]
+    return [
+        found[str(one["prompts"][at])]
+        for one in rounds
+        for at in range(0, len(one["prompts"]), GROUP)
+    ]
 
 
 SCHEDULES = {
@@ -117,12 +136,21 @@ SCHEDULES = {
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("blocks", "drain"), ("iterations", "drain"), ("a short last step", "drain"), ("two rounds a step", "in flight")],
+    [
+        ("blocks", "drain"),
+        ("iterations", "drain"),
+        ("a short last step", "drain"),
+        ("two rounds a step", "in flight"),
+    ],
 )
 def test_every_row_of_every_epoch_is_trained_once(name, mode, tmp_path):
     schedule = {"max_steps": -1, "max_tool_calling_iterations": 1} | SCHEDULES[name]
     trainer, seen = trained(tmp_path, KINDS["tools"], Seen(), rows=6, **schedule, **AHEAD[mode])
-    prompts = [one["prompts"][row][0]["content"] for one in seen.rounds for row in range(len(one["prompts"]))]
+    prompts = [
+        one["prompts"][row][0]["content"]
+        for one in seen.rounds
+        for row in range(len(one["prompts"]))
+    ]
     epochs = SCHEDULES[name]["num_train_epochs"]
     assert Count(prompts) == Count({f"{i} + {i + 1}?": GROUP * epochs for i in range(6)})
     assert trainer.vllm_generation.rounds.groups.ids == []
@@ -135,7 +163,11 @@ def test_every_row_of_every_epoch_is_trained_once(name, mode, tmp_path):
 
 
 def groups_of(rounds: list[dict]) -> list[list]:
-    return [one["completions"][at : at + GROUP] for one in rounds for at in range(0, len(one["completions"]), GROUP)]
+    return [
+        one["completions"][at : at + GROUP]
+        for one in rounds
+        for at in range(0, len(one["completions"]), GROUP)
+    ]
 
 
 class TakesNotes(agent_kinds.Counter):
@@ -162,7 +194,9 @@ def test_a_resumed_run_begins_its_open_groups_again_and_trains_every_row_once(mo
         with safe_open(tmp_path / "checkpoint-2" / "rollouts_rank0.safetensors", "pt") as saved:
             assert len(decoded(saved.get_tensor("open").numpy().tobytes()).groups) == 4
     with engines_here(SPEAKER):
-        resumed = ours(tmp_path, after, chats(8, **kind.columns), kind.keywords, max_steps=-1, **settings)
+        resumed = ours(
+            tmp_path, after, chats(8, **kind.columns), kind.keywords, max_steps=-1, **settings
+        )
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         resumed.close()
     rows = Count(row for seen in (before, after) for one in seen.rounds for row in one["start"])
@@ -189,7 +223,9 @@ def test_answers_and_errors_of_tools_are_those_of_trls_own_dictionaries(tmp_path
 
     def speak(conversation: str, seed: int) -> str:
         calls = call_of("ask", question=2) + call_of("ask", wrong=1) + call_of("refuse", reason=3)
-        return "so be it" if "<tool_response>" in conversation else calls + call_of("ask", question=7)
+        return (
+            "so be it" if "<tool_response>" in conversation else calls + call_of("ask", question=7)
+        )
 
     found = []
     for number in range(2):
@@ -198,7 +234,11 @@ def test_answers_and_errors_of_tools_are_those_of_trls_own_dictionaries(tmp_path
         monkeypatch.setattr(ToolCalls, "watch", lambda *_: None)
     tools = [message["content"] for message in found[0][0] if message["role"] == "tool"]
     assert found[0] == found[1] and len(tools) == 4
-    assert "answer 2" in tools and ["error" in one for one in tools].count(True) == 3 and "error" in tools[0]
+    assert (
+        "answer 2" in tools
+        and ["error" in one for one in tools].count(True) == 3
+        and "error" in tools[0]
+    )
 
 
 class BreaksReset(agent_kinds.Counter):
@@ -237,7 +277,14 @@ BROKEN = {  # what fails -> the agent, settings, and the names in the error
 def test_what_fails_ends_the_run_with_its_place(name, ahead, tmp_path):
     kind, speaker, settings, names = BROKEN[name]
     with pytest.raises(RolloutError, match=f"node 0, rank 0.*{names}") as raised:
-        trained(tmp_path, kind, speaker=speaker, shuffle_dataset=False, max_staleness=int(ahead), **settings)
+        trained(
+            tmp_path,
+            kind,
+            speaker=speaker,
+            shuffle_dataset=False,
+            max_staleness=int(ahead),
+            **settings,
+        )
     assert "broken" in str(raised.value) and raised.value.__cause__ is not None
     if name != "rollout_func":
         row = int(re.search(r"row (\d+) of this rank", str(raised.value))[1])

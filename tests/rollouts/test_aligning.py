@@ -46,7 +46,9 @@ def test_tool_loops_may_generate_any_number_of_times_before_the_ranks_meet(name,
 
 @pytest.mark.nightly  # e2e/test_trainers runs them
 @pytest.mark.parametrize("name", ["SDFT", "SDPO", "GOLD", "IWOPD"])
-def test_trainers_that_run_the_model_after_their_only_generation_meet_straight_after_it(name, events):
+def test_trainers_that_run_the_model_after_their_only_generation_meet_straight_after_it(
+    name, events
+):
     trainer, host = trainer_of(name, events)
     with trainer._aligned(host):
         trainer.vllm_generation.generate([A], None, num_generations=1)

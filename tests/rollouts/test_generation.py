@@ -10,7 +10,12 @@ from refusals import refused
 from stubs import A, B, C, asked, build
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_multinode.errors import ConfigurationError, PromptTooLongError, RolloutError, WeightVersionError
+from trl_multinode.errors import (
+    ConfigurationError,
+    PromptTooLongError,
+    RolloutError,
+    WeightVersionError,
+)
 from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.rollouts.generation import OF_THE_START, SAMPLING
 from trl_multinode.wire.messages import WeightVersion
@@ -25,7 +30,8 @@ def test_a_group_that_straddles_ranks_is_cut_where_the_rank_begins():
     second.generate([B] * 2 + [C] * 4, None, num_generations=4)
     assert asked(first) == [(A, 4), (B, 2)] and asked(second) == [(B, 2), (C, 4)]
     whole = build()
-    whole.generate([A] * 2 + [B] * 3 + [C], None, num_generations=2)  # a run of equal rows is one request
+    # a run of equal rows is one request
+    whole.generate([A] * 2 + [B] * 3 + [C], None, num_generations=2)
     assert asked(whole) == [(A, 2), (B, 3), (C, 1)]
 
 
@@ -80,7 +86,11 @@ def test_rows_with_other_images_are_other_requests():
     generation.generate([A, A, A, A], [[cat], [cat], [dog], None], num_generations=4)
     requests = generation.engines.calls[-1].requests
     assert [request.num_completions for request in requests] == [2, 1, 1]
-    assert [[image.data for image in request.images] for request in requests] == [[b"ca"], [b"do"], []]
+    assert [[image.data for image in request.images] for request in requests] == [
+        [b"ca"],
+        [b"do"],
+        [],
+    ]
 
 
 def test_a_rank_without_prompts_asks_for_nothing():
@@ -125,7 +135,8 @@ def test_sampling_cannot_change_while_rows_are_open(name):
     ahead, drained = build(max_staleness=1, ahead_engines=streams), build()
     if name == "max_completion_length":  # a shorter row needs no correction
         ahead.max_completion_length = 5
-        ahead = build(max_staleness=2, ahead_engines=streams)  # a row that is continued keeps its limit
+        # a row that is continued keeps its limit
+        ahead = build(max_staleness=2, ahead_engines=streams)
     with refused(name, got=3):
         setattr(ahead, name, 3)
     setattr(ahead, name, getattr(ahead, name))
@@ -133,9 +144,17 @@ def test_sampling_cannot_change_while_rows_are_open(name):
 
 
 def test_every_attribute_of_trls_object_is_forwarded_or_refused_or_its_own():
-    source = inspect.getsource(VLLMGeneration.__init__) + inspect.getsource(VLLMGeneration._init_vllm)
+    source = inspect.getsource(VLLMGeneration.__init__) + inspect.getsource(
+        VLLMGeneration._init_vllm
+    )
     theirs = set(re.findall(r"^ +self\.([a-z]\w*) = ", source, re.MULTILINE))
-    made_by_it = {"model", "accelerator", "llm", "vllm_client"}  # objects, which no callback replaces
+    # objects, which no callback replaces
+    made_by_it = {
+        "model",
+        "accelerator",
+        "llm",
+        "vllm_client",
+    }
     assert theirs - made_by_it <= {*SAMPLING, *OF_THE_START}
     assert {*SAMPLING, *OF_THE_START} <= theirs
 
@@ -143,10 +162,16 @@ def test_every_attribute_of_trls_object_is_forwarded_or_refused_or_its_own():
 def test_a_sampling_attribute_that_a_callback_changes_in_the_trainer_reaches_the_engines():
     """TRL's loss divides logits by `trainer.temperature`, and its engine would go on with the old one."""
     generation = build(temperature=0.5)
-    trainer = SimpleNamespace(vllm_generation=generation, _sampled={"temperature": 0.5, "top_p": 1.0}, top_p=1.0)
+    trainer = SimpleNamespace(
+        vllm_generation=generation, _sampled={"temperature": 0.5, "top_p": 1.0}, top_p=1.0
+    )
     generation.top_p, trainer.temperature = 0.8, 0.7
     NodeTrainer._forward_sampling(trainer)
-    assert (generation.temperature, generation.top_p, trainer._sampled["temperature"]) == (0.7, 0.8, 0.7)
+    assert (generation.temperature, generation.top_p, trainer._sampled["temperature"]) == (
+        0.7,
+        0.8,
+        0.7,
+    )
     generation.temperature = 0.6
     NodeTrainer._forward_sampling(trainer)
     assert generation.temperature == 0.6, "the trainer's has not changed since"
@@ -171,7 +196,12 @@ def test_more_than_the_sampled_tokens_log_prob_is_refused():
                    {"min_tokens": 2, "bad_words": ["a"], "allowed_token_ids": [1]}.items())],
 )  # fmt: skip
 def test_settings_that_truncate_are_refused_if_log_probs_would_be_truncated_too(settings):
-    build(truncated_logprobs="no hook", temperature=0.7, repetition_penalty=1.1, generation_kwargs={"stop": ["a"]})
+    build(
+        truncated_logprobs="no hook",
+        temperature=0.7,
+        repetition_penalty=1.1,
+        generation_kwargs={"stop": ["a"]},
+    )
     build(truncated_logprobs="no hook", logprobs=None, **settings)  # the trainer reads none
     build(**settings)
     with pytest.raises(ConfigurationError, match=r"Rank 3 \(node 1\).*engine 0 of node 1.*no hook"):

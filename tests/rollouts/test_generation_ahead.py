@@ -55,17 +55,29 @@ class Ahead:
     def __init__(self, rollout_seed: int | None = 5):
         self.events: list[str] = []
         self.engines = AheadEngines()
-        self.generation = build(rollout_seed=rollout_seed, max_staleness=1, ahead_engines=self.engines)
+        self.generation = build(
+            rollout_seed=rollout_seed, max_staleness=1, ahead_engines=self.engines
+        )
         self.host = self.generation._host
         self.generation.accelerator.wait_for_everyone = lambda: self.events.append("barrier")
 
-    def round(self, number: int, prompts, following=None, images=None, sync: bool = True, known: bool = True):
+    def round(
+        self,
+        number: int,
+        prompts,
+        following=None,
+        images=None,
+        sync: bool = True,
+        known: bool = True,
+    ):
         """As the trainer and TRL do it. `known`: the trainer has the prompts of the batch before TRL scores it."""
         self.generation.begin_round("train", number)
         if sync:
             self.generation.weights_changed()
         batches = {0: prompts if known else None, 1: following}
-        self.generation.take_groups(len(prompts), len(prompts), lambda ahead: batch_of(batches.get(ahead)))
+        self.generation.take_groups(
+            len(prompts), len(prompts), lambda ahead: batch_of(batches.get(ahead))
+        )
         self.generation.sync_weights()
         return self.generation.generate(prompts, images, 2)
 
@@ -88,7 +100,9 @@ def test_the_next_rounds_prompts_are_generated_ahead_and_returned_when_they_are_
     ahead = Ahead()
     ahead.round(0, [A, A], following=[B, B])
     assert ahead.generation.lag == (0, 0)
-    assert ahead.made_ahead == [[A], [B]] and ahead.engines.calls[1].requests[0].num_completions == 2
+    assert (
+        ahead.made_ahead == [[A], [B]] and ahead.engines.calls[1].requests[0].num_completions == 2
+    )
     _, completions, _, _ = ahead.round(1, [B, B])
     assert ahead.fresh == [] and ahead.made_ahead == [[A], [B]]
     assert ahead.generation.lag == (1, 0) and len(completions) == 2
@@ -119,7 +133,9 @@ def test_a_sync_waits_for_the_open_round_before_its_barrier_and_only_then_change
 PICTURE = SimpleNamespace(mode="L", size=(1, 1), tobytes=lambda: b"x")
 
 
-@pytest.mark.parametrize(("prompt", "images"), [(B, [[PICTURE]]), (C, None)], ids=["an image", "other prompts"])
+@pytest.mark.parametrize(
+    ("prompt", "images"), [(B, [[PICTURE]]), (C, None)], ids=["an image", "other prompts"]
+)
 def test_what_was_not_foreseen_is_generated_afresh(prompt, images, caplog):
     ahead = Ahead()
     ahead.round(0, [A], following=[B])
@@ -173,9 +189,12 @@ def test_a_tool_loops_first_turn_is_ahead_and_its_later_turns_are_fresh_beside_t
     ahead.engines.go.clear()
     ahead.round(1, [B, C], following=[A, A])
     for turn in ([[*B, 9]], [[*B, 9, 9]]):
-        _, completions, _, _ = ahead.generation.generate(turn, None, 1)  # returns although the next round is under way
+        # returns although the next round is under way
+        _, completions, _, _ = ahead.generation.generate(turn, None, 1)
         assert len(completions) == 1
-        assert ahead.host.updates.engines.calls[-1].min_update == ahead.generation.version.update == 2
+        assert (
+            ahead.host.updates.engines.calls[-1].min_update == ahead.generation.version.update == 2
+        )
     assert ahead.fresh == [[[*B, 9]], [[*B, 9, 9]]] and ahead.engines.rows_left == 2
     assert ahead.generation.lag == (1, 0)  # the first turn's
     ahead.engines.go.set()

@@ -20,7 +20,9 @@ SIZE = 4  # rows of a group
 
 
 def rollout(length: int = 3) -> Rollout:
-    return Rollout(np.arange(length, dtype=np.int32), np.zeros(length, np.float32), WeightVersion(1, 0), 0)
+    return Rollout(
+        np.arange(length, dtype=np.int32), np.zeros(length, np.float32), WeightVersion(1, 0), 0
+    )
 
 
 class Rows:
@@ -74,7 +76,13 @@ class Rows:
 
 def group(number: int, place: int = 0, due: int | None = None, size: int = SIZE) -> Group:
     prompts = [[number, place]] * size
-    return Group(number, place, [{"prompt": f"{number}/{place}"}] * size, prompts, number if due is None else due)
+    return Group(
+        number,
+        place,
+        [{"prompt": f"{number}/{place}"}] * size,
+        prompts,
+        number if due is None else due,
+    )
 
 
 def ids(groups) -> list[tuple[int, int]]:
@@ -166,7 +174,11 @@ def test_a_row_under_way_is_saved_as_far_as_it_is_made_and_continues_with_the_re
     until(lambda: resumed.ended_rows == 1)
     once_more = OpenGroups(Rows())
     once_more.restore(resumed.snapshot())
-    assert once_more.go_on(min_update=6, longest=100) == (1, 0)  # the row that has ended does not continue
+    # the row that has ended does not continue
+    assert once_more.go_on(min_update=6, longest=100) == (
+        1,
+        0,
+    )
     again.end(*again.open, length=4)
     (taken,) = resumed.take(1, 0)
     assert [len(row.tokens) for row in taken.rows] == [3, 3, 6, 6]
@@ -245,7 +257,14 @@ def test_a_group_whose_rollout_func_gave_no_mask_has_one_beside_a_group_with_one
     """TRL counts the tokens of every row's mask."""
     outputs = [{"env_mask": [[1, 0]]}, {}, {"env_mask": None}]
     groups = [
-        Recorded([{}], ["a"], ["b"], [[5, 6]], [], output={"prompt_ids": [[1]], "completion_ids": [[5, 6]]} | output)
+        Recorded(
+            [{}],
+            ["a"],
+            ["b"],
+            [[5, 6]],
+            [],
+            output={"prompt_ids": [[1]], "completion_ids": [[5, 6]]} | output,
+        )
         for output in outputs
     ]
     assert joined(groups).output["env_mask"] == [[1, 0], [1, 1], [1, 1]]

@@ -32,7 +32,9 @@ class PictureEngine(ScriptedEngine):
 
     def complete(self, request, seed: int, max_tokens: int) -> Rollout:
         pixels = b"".join(image.data for image in request.images)
-        number = zlib.crc32(np.asarray(request.prompt, np.int32).tobytes() + pixels + str(seed).encode())
+        number = zlib.crc32(
+            np.asarray(request.prompt, np.int32).tobytes() + pixels + str(seed).encode()
+        )
         tokens = np.random.default_rng(number).integers(10, 200, TOKENS).astype(np.int32)
         return Rollout(tokens, np.full(TOKENS, -5.0, np.float32), self.version, 0)
 
@@ -40,12 +42,18 @@ class PictureEngine(ScriptedEngine):
 def pictures(in_every_row: bool) -> Dataset:
     """Rows with two images, one, and (unless `in_every_row`) none; each image has its own size."""
     random = np.random.default_rng(0)
-    images = [Picture.fromarray(random.integers(0, 256, (30 + i, 50, 3), dtype=np.uint8)) for i in range(ROWS + 2)]
+    images = [
+        Picture.fromarray(random.integers(0, 256, (30 + i, 50, 3), dtype=np.uint8))
+        for i in range(ROWS + 2)
+    ]
     columns = {
         "prompt": [[{"role": "user", "content": f"{i} is"}] for i in range(ROWS)],
         "images": [images[i : i + (i % 2 + 1 if in_every_row else i % 3)] for i in range(ROWS)],
     }
-    features = {"prompt": [{"role": Value("string"), "content": Value("string")}], "images": List(Image())}
+    features = {
+        "prompt": [{"role": Value("string"), "content": Value("string")}],
+        "images": List(Image()),
+    }
     return Dataset.from_dict(columns, Features(features))
 
 
@@ -72,7 +80,9 @@ def run(folder: Path, dataset: Dataset, checkpoint: Path | None = None, **settin
             trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
         finally:
             trainer.close()
-        trainer_log = [entry for entry in trainer.state.log_history if "staleness/rounds_mean" in entry]
+        trainer_log = [
+            entry for entry in trainer.state.log_history if "staleness/rounds_mean" in entry
+        ]
     assert (settings == {}) == (not any(entry["staleness/rounds_mean"] for entry in trainer_log))
     return outputs
 

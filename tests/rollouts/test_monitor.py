@@ -39,11 +39,18 @@ class Host:
 
     def __init__(self, args, dtype: torch.dtype):
         self._rank = self.updates = self
-        self.settings, self.dtype, self.model = NodeSettings.of(args), dtype, SimpleNamespace(dtype=dtype)
+        self.settings, self.dtype, self.model = (
+            NodeSettings.of(args),
+            dtype,
+            SimpleNamespace(dtype=dtype),
+        )
 
 
 def monitor(args, dtype=torch.float32) -> DivergenceMonitor:
-    sampling = {name: getattr(args, name) for name in ("temperature", "repetition_penalty", "generation_kwargs")}
+    sampling = {
+        name: getattr(args, name)
+        for name in ("temperature", "repetition_penalty", "generation_kwargs")
+    }
     generation = SimpleNamespace(version=WeightVersion(4, 12), used=made(), **sampling)
     return DivergenceMonitor(Host(args, dtype), args, generation)
 
@@ -81,7 +88,9 @@ def test_the_limit_is_that_of_the_dtype_in_which_the_model_is_trained_in_the_end
 
 
 def test_a_difference_above_the_limit_names_node_rank_version_and_cure(config):
-    args = config(engine_kwargs={"hf_overrides": {"rope_theta": 5.0}, "max_num_batched_tokens": 512})
+    args = config(
+        engine_kwargs={"hf_overrides": {"rope_theta": 5.0}, "max_num_batched_tokens": 512}
+    )
     with pytest.raises(LogprobDivergenceError) as error:
         monitor(args).check(batch([[-1.0, -2.0]], [[-1.5, -1.9]]))
     message = str(error.value)
@@ -115,8 +124,12 @@ def test_single_tokens_that_vllm_could_not_score_do_not_count(config):
 
 
 @pytest.mark.parametrize("stale", [False, True])
-@pytest.mark.parametrize("fields", [{}, {"logprob_divergence_limit": 0}, {"repetition_penalty": 1.1}], ids=str)
-def test_more_than_one_nan_in_a_hundred_tokens_is_an_alarm_whatever_the_limit(config, fields, stale):
+@pytest.mark.parametrize(
+    "fields", [{}, {"logprob_divergence_limit": 0}, {"repetition_penalty": 1.1}], ids=str
+)
+def test_more_than_one_nan_in_a_hundred_tokens_is_an_alarm_whatever_the_limit(
+    config, fields, stale
+):
     with pytest.raises(LogprobDivergenceError) as error:
         monitor(config(**fields)).check(batch([[-1.0] * 99], one_nan_in(99)), stale)
     message = str(error.value)
@@ -161,13 +174,26 @@ class Unscored(NodeTrainer):
     """A trainer that never scores its completions, in the middle of a run; `make` is TRL's method."""
 
     def __init__(self, logprobs: list[float]):
-        self.host = SimpleNamespace(topology="node 1, rank 3", updates=SimpleNamespace(align=lambda: None))
+        self.host = SimpleNamespace(
+            topology="node 1, rank 3", updates=SimpleNamespace(align=lambda: None)
+        )
         self.accelerator = SimpleNamespace(gather=None)
         self.model = SimpleNamespace(training=True)
         self._meter = StalenessMeter(SimpleNamespace())
-        rows = [Rollout(np.zeros(len(logprobs), np.int32), np.array(logprobs, np.float32), WeightVersion(4, 12), 0)]
+        rows = [
+            Rollout(
+                np.zeros(len(logprobs), np.int32),
+                np.array(logprobs, np.float32),
+                WeightVersion(4, 12),
+                0,
+            )
+        ]
         self.vllm_generation = SimpleNamespace(
-            rows=rows, version=WeightVersion(4, 12), lag=(0, 0), generated=True, recovering=nullcontext
+            rows=rows,
+            version=WeightVersion(4, 12),
+            lag=(0, 0),
+            generated=True,
+            recovering=nullcontext,
         )
 
     def _begin_round(self) -> None:
@@ -201,7 +227,8 @@ def test_settings_that_change_the_engines_probabilities_turn_it_off_with_one_lin
     config, fields, names, caplog
 ):
     with caplog.at_level(logging.WARNING):
-        monitor(config(**fields, logprob_divergence_limit=0))  # the user turned it off: no line says so
+        # the user turned it off: no line says so
+        monitor(config(**fields, logprob_divergence_limit=0))
         watcher = stale_monitor(config(**fields), engines := Engines())
     (line,) = caplog.messages
     assert f"without {names}." in line
@@ -225,16 +252,32 @@ SCORED = [
     {"top_p": 0.9, "top_k": 20, "min_p": 0.1},
     {"vllm_structured_outputs_regex": "[0-9]+"},
     {"temperature": 0.7, "generation_kwargs": {"temperature": 0.7}},
-    {"repetition_penalty": 1.1, "generation_kwargs": {"repetition_penalty": 1.0, "logit_bias": None}},
+    {
+        "repetition_penalty": 1.1,
+        "generation_kwargs": {"repetition_penalty": 1.0, "logit_bias": None},
+    },
     {"generation_kwargs": {"stop": ["x"], "ignore_eos": True, "max_tokens": 3}},
-    {"generation_kwargs": {"min_tokens": 8, "bad_words": ["x"], "allowed_token_ids": [1, 2], "top_p": 0.5}},
+    {
+        "generation_kwargs": {
+            "min_tokens": 8,
+            "bad_words": ["x"],
+            "allowed_token_ids": [1, 2],
+            "top_p": 0.5,
+        }
+    },
     {"generation_kwargs": {"structured_outputs": {"regex": "a"}}},
 ]
 
 
 @pytest.mark.parametrize("fields", SCORED, ids=str)
-def test_temperature_and_settings_that_only_forbid_tokens_or_end_rows_leave_it_on(config, fields, caplog):
-    assert settings_not_scored(config(**fields)) == settings_not_scored(config(kind=GRPOConfig, **fields)) == []
+def test_temperature_and_settings_that_only_forbid_tokens_or_end_rows_leave_it_on(
+    config, fields, caplog
+):
+    assert (
+        settings_not_scored(config(**fields))
+        == settings_not_scored(config(kind=GRPOConfig, **fields))
+        == []
+    )
     with caplog.at_level(logging.WARNING):
         watcher = monitor(config(**fields))
     assert not caplog.messages
@@ -261,7 +304,9 @@ class Engines:
 
     def __getitem__(self, engine: int) -> SimpleNamespace:
         score, scored = partial(self.post_score, engine), partial(self.scored, engine)
-        return SimpleNamespace(post_score=score, scored=scored, lost=None, loss_accepted=nullcontext)
+        return SimpleNamespace(
+            post_score=score, scored=scored, lost=None, loss_accepted=nullcontext
+        )
 
     def post_score(self, engine: int, tokens, temperature: float, images: tuple = ()) -> int:
         self.asked.append((list(tokens), engine))
@@ -286,7 +331,10 @@ MASK = [[1, 1, 0, 0], [1] * 4]
 
 def made(prompt=PROMPT) -> RoundRollouts:
     old = WeightVersion(3, 11)
-    rows = [Rollout(np.arange(10, 10 + n, dtype=np.int32), np.full(n, -3.0, np.float32), old, 0) for n in LENGTHS]
+    rows = [
+        Rollout(np.arange(10, 10 + n, dtype=np.int32), np.full(n, -3.0, np.float32), old, 0)
+        for n in LENGTHS
+    ]
     return RoundRollouts([prompt] * 2, rows, old)
 
 
@@ -309,16 +357,23 @@ def test_stale_completions_may_differ_as_long_as_the_engines_present_weights_agr
 
 
 @pytest.mark.parametrize(
-    ("logprob", "words"), [(-3.0, "2.000 .*update 4"), (NAN, "100.0 % .*the engine, .*update 4")], ids=["old", "nan"]
+    ("logprob", "words"),
+    [(-3.0, "2.000 .*update 4"), (NAN, "100.0 % .*the engine, .*update 4")],
+    ids=["old", "nan"],
 )
-def test_an_engine_that_holds_older_weights_or_scores_nan_trips_the_alarm_on_a_stale_round(config, logprob, words):
-    watcher = stale_monitor(config(), Engines(logprob=logprob))  # old: it still agrees with its old completions
+def test_an_engine_that_holds_older_weights_or_scores_nan_trips_the_alarm_on_a_stale_round(
+    config, logprob, words
+):
+    # old: it still agrees with its old completions
+    watcher = stale_monitor(config(), Engines(logprob=logprob))
     watcher._generation.on_stale(made())
     with pytest.raises(LogprobDivergenceError, match=words):
         watcher.check(batch(FRESH, OLD, MASK), stale=True)
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_p": 0.9, "top_k": 5}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_p": 0.9, "top_k": 5}], ids=str
+)
 def test_the_score_is_asked_for_at_the_temperature_at_which_trl_scores(config, fields):
     watcher = stale_monitor(config(**fields), engines := Engines(logprob=-1.5))
     watcher._generation.on_stale(made())
@@ -347,7 +402,9 @@ def test_a_completion_that_is_masked_out_does_not_count(config):
     assert watcher.last == 0.0
     watcher._generation.on_stale(made())
     tools = [[1] * 4, [1, 1, 0, 0]]
-    watcher.check(batch([[-1.0] * 4, [-1.0, -1.0, -9.0, -9.0]], OLD, MASK, tool_mask=tools), stale=True)
+    watcher.check(
+        batch([[-1.0] * 4, [-1.0, -1.0, -9.0, -9.0]], OLD, MASK, tool_mask=tools), stale=True
+    )
     assert watcher.last == 0.0
 
 
@@ -364,7 +421,9 @@ def test_a_score_belongs_to_one_round(config):
 def test_the_alarm_names_dropout_of_the_trainers_forward(config, rate, trains):
     """An adapter with a dropout of 0.3 differs by 0.128 per token with equal weights."""
     found = monitor(config())
-    found._host.updates.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(rate)).train(trains)
+    found._host.updates.model = torch.nn.Sequential(
+        torch.nn.Linear(2, 2), torch.nn.Dropout(rate)
+    ).train(trains)
     found._host.updates.model.dtype = torch.float32
     with pytest.raises(LogprobDivergenceError) as error:
         found.check(batch([[-1.0, -2.0]], [[-1.5, -2.5]]))

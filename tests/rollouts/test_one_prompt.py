@@ -26,7 +26,9 @@ def check(of_ranks: list[list[dict]], size: int) -> list[str]:
         texts = []
         for rank, inputs in enumerate(of_ranks):
             accelerator = SimpleNamespace(
-                device=torch.device("cpu"), process_index=rank, gather=lambda value, rank=rank: gather(rank, value)
+                device=torch.device("cpu"),
+                process_index=rank,
+                gather=lambda value, rank=rank: gather(rank, value),
             )
             try:
                 check_one_prompt(accelerator, inputs, size)

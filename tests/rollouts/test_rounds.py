@@ -62,15 +62,26 @@ class Engines(StubEngines):
         """End all rows of `groups`; without any, all that run and are not held."""
         with self.changed:
             chosen = [
-                one for one in self.running if one[0].group in groups or (not groups and one[0].group not in self.held)
+                one
+                for one in self.running
+                if one[0].group in groups or (not groups and one[0].group not in self.held)
             ]
             for request, updates in chosen:
                 self.running.remove((request, updates))
                 count = request.row + 1
-                versions = tuple(VersionSpan(u, s, count * (i + 1)) for i, (u, s) in enumerate(updates))
-                tokens = np.full(versions[-1].end, 10 * request.group[0] + request.group[1], np.int32)
+                versions = tuple(
+                    VersionSpan(u, s, count * (i + 1)) for i, (u, s) in enumerate(updates)
+                )
+                tokens = np.full(
+                    versions[-1].end, 10 * request.group[0] + request.group[1], np.int32
+                )
                 first = WeightVersion(*updates[0])
-                self.ended.append((request, [Rollout(tokens, -np.ones(len(tokens), np.float32), first, 0, versions)]))
+                self.ended.append(
+                    (
+                        request,
+                        [Rollout(tokens, -np.ones(len(tokens), np.float32), first, 0, versions)],
+                    )
+                )
             self.changed.notify_all()
 
     def end_row(self, group, row: int):
@@ -135,8 +146,12 @@ class Run:
         self.host.updates.sync = lambda version: (self.engines.swap(version), sync(version))[1]
         self.host.step = lambda: self.step
         self.events, self.step, self.num_rounds = [], 0, rounds
-        accelerator = SimpleNamespace(process_index=1, wait_for_everyone=lambda: self.events.append("barrier"))
-        self.generation = NodeGeneration(host=self.host, model=None, accelerator=accelerator, processing_class=None)
+        accelerator = SimpleNamespace(
+            process_index=1, wait_for_everyone=lambda: self.events.append("barrier")
+        )
+        self.generation = NodeGeneration(
+            host=self.host, model=None, accelerator=accelerator, processing_class=None
+        )
         self.rounds = self.generation.rounds
 
     def batch(self, number: int):
@@ -152,7 +167,9 @@ class Run:
         """One round; returns the prompts that it trains. With `end` rows are ended while it waits for them."""
         self.generation.begin_round("train", number)
         with ending(self, end) if end is not None else nullcontext():
-            rows = self.generation.take_groups(QUOTA * SIZE, SIZE, lambda rounds: self.ahead(number, rounds))
+            rows = self.generation.take_groups(
+                QUOTA * SIZE, SIZE, lambda rounds: self.ahead(number, rounds)
+            )
         self.generation.sync_weights()
         prompts = [[5, *map(int, row["prompt"].split("/"))] for row in rows]
         _, self.completions, _, _ = self.generation.generate(prompts, None, SIZE)
@@ -185,7 +202,8 @@ def test_the_first_round_syncs_begins_the_open_rounds_too_and_every_later_round_
     run = Run(rounds=6)
     run.engines.held = {(number, place) for number in (1, 2) for place in range(QUOTA)}
     assert run.first() == ["0/0", "0/1"]
-    assert run.events == ["barrier"] and len(run.host.synced) == 1  # TRL's own sync found the engines up to date
+    # TRL's own sync found the engines up to date
+    assert run.events == ["barrier"] and len(run.host.synced) == 1
     assert run.begun() == [(1, 0), (1, 1), (2, 0), (2, 1)]
     run.engines.end((1, 1), (2, 0))
     assert run.train(1) == ["1/1", "2/0"]  # complete first, in the order of the dataset
@@ -204,7 +222,10 @@ def test_a_sync_does_not_wait_for_rows_under_way_and_they_carry_both_versions():
     assert [[span.update for span in row.versions] for row in mixed] == [[1, 2]] * SIZE
     assert [[span.update for span in row.versions] for row in whole] == [[1]] * SIZE
     # round 2 has update 3: tokens of update 2 are one round and one step old, those of update 1 two
-    assert run.generation.lag == (pytest.approx(7 / 4.5 * 1.0, rel=0.2), pytest.approx(7 / 4.5, rel=0.2))
+    assert run.generation.lag == (
+        pytest.approx(7 / 4.5 * 1.0, rel=0.2),
+        pytest.approx(7 / 4.5, rel=0.2),
+    )
     ages = run.rounds.ages(run.generation.version)
     assert (ages.rounds_max, ages.steps_max) == (2, 2)
 
@@ -218,7 +239,8 @@ def test_a_row_that_was_begun_before_a_swap_is_stale_although_all_its_tokens_are
     run.first()
     run.generation.begin_round("eval", 0)
     run.generation.sync_weights()
-    run.engines.running = [(request, updates[1:]) for request, updates in run.engines.running]  # nothing made before
+    # nothing made before
+    run.engines.running = [(request, updates[1:]) for request, updates in run.engines.running]
     run.engines.end((1, 0), (1, 1))
     run.train(1)
     assert run.generation.stale and len(asked) == 1 and run.generation.lag == (0.0, 0.0)
@@ -268,7 +290,13 @@ def test_later_turns_of_tools_are_fresh_and_leave_the_open_groups_alone():
     _, completions, _, _ = run.generation.generate([[5, 0, 0, 9]], None, 1)
     assert len(completions) == 1 and run.rounds.groups.ids == open_before
     assert run.host.updates.engines.calls[-1].min_update == run.generation.version.update
-    assert [row.tokens[0] for row in run.generation.used.rows] == [0, 0, 1, 1]  # still the first turn's
+    # still the first turn's
+    assert [row.tokens[0] for row in run.generation.used.rows] == [
+        0,
+        0,
+        1,
+        1,
+    ]
 
 
 def test_prompts_that_change_are_generated_afresh_and_the_ids_are_trained_all_the_same(caplog):
@@ -277,7 +305,11 @@ def test_prompts_that_change_are_generated_afresh_and_the_ids_are_trained_all_th
     with ending(run, run.engines.end):
         run.generation.take_groups(4, SIZE, lambda rounds: run.ahead(0, rounds))
     _, completions, _, _ = run.generation.generate([[9, 9]] * 4, None, SIZE)
-    assert len(completions) == 4 and len(run.host.updates.engines.calls) == 1 and "round 0 " in caplog.text
+    assert (
+        len(completions) == 4
+        and len(run.host.updates.engines.calls) == 1
+        and "round 0 " in caplog.text
+    )
     assert run.generation.lag == (0.0, 0.0) and not run.generation.stale
     assert run.rounds.groups.ids == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
@@ -321,7 +353,9 @@ def test_a_checkpoint_keeps_ended_rows_and_begins_the_others_again_and_every_id_
     run.engines.end((3, 1))
     run.engines.end_row((2, 0), 1)
     run.wait_for_rows(SIZE + 1)  # 3/0, and a row of 2/0
-    indices = {(number, place): 10 * number + place for number in range(6) for place in range(QUOTA)}
+    indices = {
+        (number, place): 10 * number + place for number in range(6) for place in range(QUOTA)
+    }
     saved = SavedGroups.of(run.rounds, lambda group: indices[group.id])
     assert saved.indices == [20, 21, 30, 31] and saved.last_begun == 3
     data = encoded(saved)
@@ -331,7 +365,10 @@ def test_a_checkpoint_keeps_ended_rows_and_begins_the_others_again_and_every_id_
     decoded(data).restore_to(again.rounds, lambda index, prompt: rows[index])
     assert again.rounds.must_sync and again.engines.running == []
     again.step = run.step
-    assert [row and len(row.tokens) for row in again.rounds.groups.snapshot()[0].begun_rows] == [1, None]
+    assert [row and len(row.tokens) for row in again.rounds.groups.snapshot()[0].begun_rows] == [
+        1,
+        None,
+    ]
     trained += again.train(2)
     assert trained[-2:] == ["2/1", "3/1"]  # the two that were complete
     assert {(request.group, request.row) for request, _ in again.engines.running} == {
@@ -346,12 +383,18 @@ def test_a_checkpoint_keeps_ended_rows_and_begins_the_others_again_and_every_id_
 def test_a_resume_with_a_shorter_age_trains_every_group_once_and_none_too_late():
     first = Run(9)  # `max_age` 6
     first.engines.held = {(1, 0), (2, 0)}
-    trained = [*first.first(), *first.train(1, first.engines.end), *first.train(2, first.engines.end)]
+    trained = [
+        *first.first(),
+        *first.train(1, first.engines.end),
+        *first.train(2, first.engines.end),
+    ]
     first.engines.end()
     first.wait_for_rows(2 * SIZE)
     data = encoded(SavedGroups.of(first.rounds, lambda group: 10 * group.number + group.place))
     second = Run(9, max_age=OPEN)
-    decoded(data).restore_to(second.rounds, lambda index, prompt: {"prompt": f"{index // 10}/{index % 10}"})
+    decoded(data).restore_to(
+        second.rounds, lambda index, prompt: {"prompt": f"{index // 10}/{index % 10}"}
+    )
     second.step = first.step
     groups, set_due, dues = second.rounds.groups, second.rounds.groups.set_due, {}
 
@@ -403,9 +446,20 @@ def test_the_log_has_ages_mixed_rows_and_lengths():
 
 
 def test_settings_that_depend_on_the_start_of_a_completion_keep_rows_from_being_continued():
-    neutral = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.0, "presence_penalty": 0.0, "min_tokens": 0}
+    neutral = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "min_tokens": 0,
+    }
     assert settings_from_the_start(neutral) == []
-    strict = {"structured_outputs": {"regex": "a+"}, "stop": ["x"], "min_tokens": 2, "repetition_penalty": 1.1}
+    strict = {
+        "structured_outputs": {"regex": "a+"},
+        "stop": ["x"],
+        "min_tokens": 2,
+        "repetition_penalty": 1.1,
+    }
     strict["repetition_detection"] = {"max_pattern_size": 3, "min_count": 4}
     assert sorted(settings_from_the_start(neutral | strict)) == sorted(strict)
 
@@ -413,7 +467,9 @@ def test_settings_that_depend_on_the_start_of_a_completion_keep_rows_from_being_
 def test_every_sampling_setting_of_vllm_is_known_to_depend_on_the_start_or_not():
     """A new one may look at the completion so far, which is part of the prompt when a row is continued."""
     source = Path(find_spec("vllm").origin).with_name("sampling_params.py").read_text()
-    (params,) = [node for node in ast.parse(source).body if getattr(node, "name", "") == "SamplingParams"]
+    (params,) = [
+        node for node in ast.parse(source).body if getattr(node, "name", "") == "SamplingParams"
+    ]
     fields = {line.target.id for line in params.body if isinstance(line, ast.AnnAssign)}
     the_same_later = {
         "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos", "max_tokens",

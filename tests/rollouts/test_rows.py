@@ -27,7 +27,9 @@ def test_a_row_reads_like_a_list_of_lists_and_nan_as_none(row):
 
 def test_token_rows_hold_integers():
     tokens = TokenRow(np.array([5, 6, 7], dtype=np.int32))
-    assert tokens == [[5], [6], [7]] and tokens[1:] == [[6], [7]] and isinstance(tokens[1:], TokenRow)
+    assert (
+        tokens == [[5], [6], [7]] and tokens[1:] == [[6], [7]] and isinstance(tokens[1:], TokenRow)
+    )
     assert all(type(value) is int for row in (tokens, [tokens[0]], tokens[:2]) for (value,) in row)
 
 
@@ -35,7 +37,9 @@ def test_token_rows_hold_integers():
 @pytest.mark.parametrize("mode", ["RGB", "P", "PA", "L", "RGBA", "1"])
 def test_a_picture_has_the_same_colours_at_the_other_end(mode):
     """A palette does not travel with the bytes."""
-    picture = Image.new("RGB", (3, 2), (200, 30, 30)).convert("P" if mode == "PA" else mode).convert(mode)
+    picture = (
+        Image.new("RGB", (3, 2), (200, 30, 30)).convert("P" if mode == "PA" else mode).convert(mode)
+    )
     raw = raw_image(picture)
     there = Image.frombytes(raw.mode, raw.size, raw.data)
     assert list(there.convert("RGB").getdata()) == list(picture.convert("RGB").getdata())

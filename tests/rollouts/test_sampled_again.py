@@ -18,13 +18,18 @@ NUM_ROWS, PLACES, STEPS = 12, 2, 3  # a round is a step
 def odd_ones_differ(prompts, completion_ids, **_) -> list[float]:
     """Rewards of 0 for all completions of an even prompt."""
     numbers = [int(prompt[0]["content"].split()[0]) for prompt in prompts]
-    return [float(sum(ids) % 11) * (number % 2) for number, ids in zip(numbers, completion_ids, strict=True)]
+    return [
+        float(sum(ids) % 11) * (number % 2)
+        for number, ids in zip(numbers, completion_ids, strict=True)
+    ]
 
 
 def run(folder, kind: str, reward, **settings):
     columns = {name: (values * NUM_ROWS)[:NUM_ROWS] for name, values in KINDS[kind].columns.items()}
     with engines_here(SPEAKER):
-        trainer = ours(folder, reward, chats(NUM_ROWS, **columns), KINDS[kind].keywords, **(AGAIN | settings))
+        trainer = ours(
+            folder, reward, chats(NUM_ROWS, **columns), KINDS[kind].keywords, **(AGAIN | settings)
+        )
         outputs = keep_outputs(trainer)
         try:
             trainer.train()
@@ -45,7 +50,13 @@ def test_no_group_without_an_advantage_is_trained(kind, mode, tmp_path):
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert len(logs) == STEPS
     for entry in logs:
-        assert entry["dynamic_sampling/effective_groups"] == PLACES and entry["dynamic_sampling/flat_groups"] == 0
+        assert (
+            entry["dynamic_sampling/effective_groups"] == PLACES
+            and entry["dynamic_sampling/flat_groups"] == 0
+        )
         assert entry["frac_reward_zero_std"] == 0
     shares = [entry.get("dynamic_sampling/dropped_share", 0.0) for entry in logs]
-    assert max(shares) > 0 and max(entry.get("dynamic_sampling/extra_tokens", 0.0) for entry in logs) > 0
+    assert (
+        max(shares) > 0
+        and max(entry.get("dynamic_sampling/extra_tokens", 0.0) for entry in logs) > 0
+    )

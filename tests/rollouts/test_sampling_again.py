@@ -77,7 +77,9 @@ def trls(rewards: torch.Tensor, weights: torch.Tensor, aggregation: str, scale: 
     return names
 
 
-def trls_advantages(rewards: torch.Tensor, weights: torch.Tensor, aggregation: str, scale: str) -> torch.Tensor:
+def trls_advantages(
+    rewards: torch.Tensor, weights: torch.Tensor, aggregation: str, scale: str
+) -> torch.Tensor:
     return trls(rewards, weights, aggregation, scale)["advantages"].view(rewards.shape[:2])
 
 
@@ -87,16 +89,26 @@ GROUPS = {  # rows of (first function, second function) -> flat in the sum, flat
     "different": ([(1.0, 0.0), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)], False, False),
     "none everywhere": ([(NAN, NAN)] * 4, True, True),
     "one row with a reward": ([(1.0, NAN), (NAN, NAN), (NAN, NAN), (NAN, NAN)], True, True),
-    "the same where there are rewards": ([(1.0, 0.0), (1.0, 0.0), (NAN, NAN), (1.0, 0.0)], True, True),
+    "the same where there are rewards": (
+        [(1.0, 0.0), (1.0, 0.0), (NAN, NAN), (1.0, 0.0)],
+        True,
+        True,
+    ),
     "two different rows": ([(1.0, 0.0), (0.5, 0.0), (NAN, NAN), (NAN, NAN)], False, False),
     "none of a function counts 0": ([(0.0, NAN), (NAN, 0.0), (NAN, NAN), (0.0, 0.0)], True, True),
-    "the sums are equal, after normalizing too": ([(1.0, 0.0), (0.0, 0.5), (1.0, 0.0), (0.0, 0.5)], True, False),
+    "the sums are equal, after normalizing too": (
+        [(1.0, 0.0), (0.0, 0.5), (1.0, 0.0), (0.0, 0.5)],
+        True,
+        False,
+    ),
     "the sums cancel": ([(1.0, 0.0), (0.0, 0.5), (0.5, 0.25), (0.5, 0.25)], True, False),
     "one function has one value": ([(NAN, 1.0), (NAN, 1.0), (0.0, 1.0), (NAN, 1.0)], True, True),
     "tenths": ([(0.1, 0.7)] * 4, True, True),
     "small differences": ([(1.0, 0.0), (1.0, 0.0), (1.0, 0.0), (1.001, 0.0)], False, False),
 }
-SCALES = [("sum_then_normalize", scale) for scale in ("group", "batch", "none")] + [("normalize_then_sum", "group")]
+SCALES = [("sum_then_normalize", scale) for scale in ("group", "batch", "none")] + [
+    ("normalize_then_sum", "group")
+]
 
 
 @pytest.mark.parametrize(("aggregation", "scale"), SCALES)
@@ -108,28 +120,41 @@ def test_a_group_is_flat_if_and_only_if_trl_gives_all_its_rows_no_advantage(aggr
     without = (advantages.abs() < 1e-4).all(dim=1).tolist()  # the smallest other ones are 7e-4
     assert are_flat(rewards, weights, aggregation).tolist() == without
     in_sum = aggregation == "sum_then_normalize"
-    assert without == [in_the_sum if in_sum else normalized for _, in_the_sum, normalized in GROUPS.values()]
+    assert without == [
+        in_the_sum if in_sum else normalized for _, in_the_sum, normalized in GROUPS.values()
+    ]
 
 
 def test_the_limit_of_a_standard_deviation_is_trls():
     step = 9.3e-10  # between neighbours of 0.01 in float32
-    rows = [[0.01, 0.01 + step, 0.01, 0.01], [0.01, 0.01 + step, NAN, 0.01], [0.01, 0.01 + 40 * step, 0.01, 0.01]]
+    rows = [
+        [0.01, 0.01 + step, 0.01, 0.01],
+        [0.01, 0.01 + step, NAN, 0.01],
+        [0.01, 0.01 + 40 * step, 0.01, 0.01],
+    ]
     rewards, one = torch.tensor(rows).unsqueeze(2), torch.ones(1)
     assert all(len(row.unique()) > 1 for row in rewards[:, :2])
     is_std_zero = trls(rewards, one, "sum_then_normalize", "group")["is_std_zero"].view(3, 4)
-    assert are_flat(rewards, one, "sum_then_normalize").tolist() == is_std_zero[:, 0].tolist() == [True, True, False]
+    assert (
+        are_flat(rewards, one, "sum_then_normalize").tolist()
+        == is_std_zero[:, 0].tolist()
+        == [True, True, False]
+    )
 
 
 def test_equal_rewards_are_flat_where_trls_rounding_makes_an_advantage_of_them():
     rewards = torch.full((1, 6, 1), 100.3)
     assert trls_advantages(rewards, torch.ones(1), "sum_then_normalize", "group").abs().max() > 0.05
     assert are_flat(rewards, torch.ones(1), "sum_then_normalize").tolist() == [True]
-    assert are_flat(torch.full((1, 6, 1), float("inf")), torch.ones(1), "sum_then_normalize").tolist() == [True]
+    assert are_flat(
+        torch.full((1, 6, 1), float("inf")), torch.ones(1), "sum_then_normalize"
+    ).tolist() == [True]
 
 
 def test_the_rewards_of_a_group_are_read_with_none_and_the_trainers_weights():
     again = again_of(reward_weights=torch.tensor([1.0, 0.0]))
-    assert again.is_flat(Scores([[1.0, None, 1.0], [0.0, None, 5.0]]))  # the second function has no weight
+    # the second function has no weight
+    assert again.is_flat(Scores([[1.0, None, 1.0], [0.0, None, 5.0]]))
     assert not again.is_flat(Scores([[1.0, 1.0, None], [0.0, None, 5.0]]))
     again._trainer.reward_weights = torch.tensor([1.0, 1.0])  # a callback may change them
     assert not again.is_flat(Scores([[1.0, None, 1.0], [0.0, None, 5.0]]))
@@ -163,7 +188,10 @@ def simulation(order: list[int]) -> list[list[str]]:
 
 def recorded_of(group: Group, flat: bool) -> Recorded:
     tokens = 1 + group.attempt
-    rows = [Rollout(np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), WeightVersion(), 0) for _ in range(SIZE)]
+    rows = [
+        Rollout(np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), WeightVersion(), 0)
+        for _ in range(SIZE)
+    ]
     turn = Turn([[0]] * SIZE, rows)
     prompts = [row["prompt"] for row in group.inputs]
     scores = Scores([[0.0, 0.0 if flat else 1.0]])
@@ -189,7 +217,9 @@ class Rank:
         self.lock = threading.Lock()
         groups = partial(RecordedGroups, self.make, lambda: 0)
         seeds = lambda number, rows: None  # noqa: E731
-        self.rounds = Rounds(f"Rank {rank}", NoStream(), open_rounds, max_age, seeds, open_groups=groups)
+        self.rounds = Rounds(
+            f"Rank {rank}", NoStream(), open_rounds, max_age, seeds, open_groups=groups
+        )
 
     def make(self, group: Group, ask) -> Recorded:
         return self.again.sample(group, self.record, self.dropped.append)
@@ -219,7 +249,9 @@ class Rank:
         rounds.begin_following(version)
         assert all(group.rows_to_train == group.inputs for group in rounds.taken)
         assert max(number - group.begun for group in rounds.taken) <= self.max_age
-        return {(one.number, self.first + one.place): one.inputs[0]["prompt"] for one in rounds.taken}
+        return {
+            (one.number, self.first + one.place): one.inputs[0]["prompt"] for one in rounds.taken
+        }
 
 
 def order_of_trl() -> list[int]:
@@ -228,24 +260,36 @@ def order_of_trl() -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("open_rounds", "max_age"), [(0, 0), (1, 1), (2, 2), (2, 6)], ids=["0", "drain", "in flight", "as groups end"]
+    ("open_rounds", "max_age"),
+    [(0, 0), (1, 1), (2, 2), (2, 6)],
+    ids=["0", "drain", "in flight", "as groups end"],
 )
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_kept_groups_and_their_order_are_those_of_the_simulation_on_any_number_of_ranks(ranks, open_rounds, max_age):
+def test_kept_groups_and_their_order_are_those_of_the_simulation_on_any_number_of_ranks(
+    ranks, open_rounds, max_age
+):
     order = order_of_trl()
     expected = simulation(order)
-    first = [[DATASET[index]["prompt"] for index in order[n * PLACES :][:PLACES]] for n in range(ROUNDS)]
-    assert sum(a != b for x, y in zip(expected, first, strict=True) for a, b in zip(x, y, strict=True)) > PLACES
+    first = [
+        [DATASET[index]["prompt"] for index in order[n * PLACES :][:PLACES]] for n in range(ROUNDS)
+    ]
+    assert (
+        sum(a != b for x, y in zip(expected, first, strict=True) for a, b in zip(x, y, strict=True))
+        > PLACES
+    )
     run = [Rank(rank, ranks, order, open_rounds, max_age) for rank in range(ranks)]
     trained = {}
-    for number in range(ROUNDS):  # every rank has as many rounds: the epoch ends for all after the same step
+    # every rank has as many rounds: the epoch ends for all after the same step
+    for number in range(ROUNDS):
         found = {}
         for rank in run:
             found |= rank.train(number)
         trained |= found
         assert len(found) == PLACES
         assert max_age > open_rounds or list(found) == [(number, place) for place in range(PLACES)]
-    assert trained == {(n, place): prompt for n, kept in enumerate(expected) for place, prompt in enumerate(kept)}
+    assert trained == {
+        (n, place): prompt for n, kept in enumerate(expected) for place, prompt in enumerate(kept)
+    }
     assert not any(rank.rounds.groups.ids for rank in run)
 
 
@@ -255,7 +299,11 @@ def test_groups_and_tokens_that_were_dropped_are_counted_and_logged():
         rank.train(number)
     groups, dropped, tokens, dropped_tokens = counts = rank.again.take_counts()
     assert groups == PLACES * ROUNDS + dropped and dropped == len(rank.dropped) > PLACES
-    assert dropped_tokens == sum(len(row.tokens) for one in rank.dropped for row in one.turns[0].rows) < tokens
+    assert (
+        dropped_tokens
+        == sum(len(row.tokens) for one in rank.dropped for row in one.turns[0].rows)
+        < tokens
+    )
     assert rank.again.take_counts() == (0, 0, 0, 0)
     meter = StalenessMeter(SimpleNamespace())
     meter.add_sampled(*counts)
@@ -277,7 +325,10 @@ def test_an_attempt_has_rows_of_its_own_and_the_last_one_is_kept():
     while again.next_group(group):
         seen.append(group.inputs[0]["prompt"])
         assert group.prompts == [[]] * SIZE and len(group.inputs) == SIZE
-        assert group.inputs[0] is not group.inputs[1] and group.inputs[0]["extra"] is not group.inputs[1]["extra"]
+        assert (
+            group.inputs[0] is not group.inputs[1]
+            and group.inputs[0]["extra"] is not group.inputs[1]["extra"]
+        )
     assert seen == [DATASET[again.index_of(2, 1, attempt)]["prompt"] for attempt in (1, 2, 3)]
     assert group.attempt == MOST and group.inputs[0]["prompt"] == seen[-1]
 
@@ -307,7 +358,10 @@ def test_the_seeds_of_an_attempt_are_its_own_and_those_of_its_global_rows():
         return found
 
     assert seeds(1, 1) == seeds(3, 1)
-    assert len({seed for attempt in range(4) for group in seeds(2, attempt) for seed in group}) == 4 * PLACES * SIZE
+    assert (
+        len({seed for attempt in range(4) for group in seeds(2, attempt) for seed in group})
+        == 4 * PLACES * SIZE
+    )
 
 
 # ---- checkpoints
@@ -327,12 +381,19 @@ def test_a_checkpoint_has_the_drawn_row_and_the_attempt_of_an_open_group():
     rank.rounds.begin_round(0, rank.quota, SIZE, rank.batch)
     rank.rounds.begin_following(WeightVersion(1, 0))
     until(lambda: {one.attempt for one in rank.rounds.groups.snapshot() if one.place == 0} == {2})
-    file = OpenGroupsFile(trainer_of(1, 2, vllm_generation=SimpleNamespace(rounds=rank.rounds)), True)
+    file = OpenGroupsFile(
+        trainer_of(1, 2, vllm_generation=SimpleNamespace(rounds=rank.rounds)), True
+    )
     data = encoded(SavedGroups.of(rank.rounds, file._index_of))
     found = decoded(data)
-    saved = {group.id: (index, group.attempt) for group, index in zip(found.groups, found.indices, strict=True)}
+    saved = {
+        group.id: (index, group.attempt)
+        for group, index in zip(found.groups, found.indices, strict=True)
+    }
     places, first = range(PLACES // 2), PLACES // 2
-    expected = {(n, place): (order[n * PLACES + first + place], 0) for n in range(2) for place in places}
+    expected = {
+        (n, place): (order[n * PLACES + first + place], 0) for n in range(2) for place in places
+    }
     expected |= {(n, 0): (drawn_index(SEED, n, first, 2, len(DATASET)), 2) for n in range(2)}
     assert saved == expected
 
@@ -372,4 +433,7 @@ def test_one_group_with_different_rewards_lets_the_run_go_on():
     rewards[3] = 1.0
     again.check_round(rewards)
     metrics = again._trainer._metrics["train"]
-    assert metrics == {"dynamic_sampling/effective_groups": [1.0], "dynamic_sampling/flat_groups": [PLACES - 1.0]}
+    assert metrics == {
+        "dynamic_sampling/effective_groups": [1.0],
+        "dynamic_sampling/flat_groups": [PLACES - 1.0],
+    }

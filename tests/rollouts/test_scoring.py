@@ -34,7 +34,11 @@ from trl_multinode.run.endings.exit_codes import USER_CODE, code_of
 from trl_multinode.wire.process_end import start_time
 
 REAL = pytest.mark.real  # tests that start a process for a reward function: 5 CPU s of imports
-TEXTS = [["a b", "bb abc", "", "dddd"], ["xyz", "y", "zz z", "x x x"], ["one", "two words", "3", "four"]]
+TEXTS = [
+    ["a b", "bb abc", "", "dddd"],
+    ["xyz", "y", "zz z", "x x x"],
+    ["one", "two words", "3", "four"],
+]
 
 
 class Model(torch.nn.Module):
@@ -46,7 +50,11 @@ class Model(torch.nn.Module):
 
 def encode(text, **_):
     width = max(len(one) for one in text)
-    return {"input_ids": torch.tensor([[ord(one[i]) if i < len(one) else 0 for i in range(width)] for one in text])}
+    return {
+        "input_ids": torch.tensor(
+            [[ord(one[i]) if i < len(one) else 0 for i in range(width)] for one in text]
+        )
+    }
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +78,12 @@ class Trainer:
         self.state = TrainerState(global_step=3)
         self.async_loop, self.environments = loop, environments
         self.reward_funcs = list(functions)
-        self.reward_func_names = [grpo_trainer.get_callable_name(function) for function in functions]
-        self.reward_processing_classes = [encode if isinstance(one, Model) else None for one in functions]
+        self.reward_func_names = [
+            grpo_trainer.get_callable_name(function) for function in functions
+        ]
+        self.reward_processing_classes = [
+            encode if isinstance(one, Model) else None for one in functions
+        ]
         self._pending_extra_logs, self._pending_metrics = defaultdict(list), defaultdict(list)
 
 
@@ -92,15 +104,20 @@ def one_rank(monkeypatch):
     monkeypatch.setattr("transformers.Trainer._prepare_inputs", lambda self, inputs: inputs)
 
 
-def group(number: int = 0, texts: list[str] | None = None, environments: bool = False, **columns) -> Recorded:
+def group(
+    number: int = 0, texts: list[str] | None = None, environments: bool = False, **columns
+) -> Recorded:
     texts = TEXTS[number] if texts is None else texts
     inputs = [
-        {"prompt": f"p{number}", "answer": number + 0.5 * row, "note": {"of": [number, "é"]}} | columns
+        {"prompt": f"p{number}", "answer": number + 0.5 * row, "note": {"of": [number, "é"]}}
+        | columns
         for row in range(len(texts))
     ]
     kept = [{"start": float(number + row)} for row in range(len(texts))] if environments else None
     ids = [[number, *map(ord, text)] for text in texts]
-    return Recorded(inputs, [one["prompt"] for one in inputs], texts, ids, turns=[], environments=kept)
+    return Recorded(
+        inputs, [one["prompt"] for one in inputs], texts, ids, turns=[], environments=kept
+    )
 
 
 @pytest.fixture
@@ -144,7 +161,9 @@ class Keeps:
         self.calls: list[dict] = []
 
     def __call__(self, **arguments):
-        self.calls.append({name: value for name, value in arguments.items() if not name.startswith("log_")})
+        self.calls.append(
+            {name: value for name, value in arguments.items() if not name.startswith("log_")}
+        )
         arguments["log_extra"]("kept", [f"{text}!" for text in arguments["completions"]])
         return [0.5] * len(arguments["completions"])
 
@@ -191,10 +210,19 @@ def test_rewards_and_logs_are_those_of_trls_call(processes, scorer_of, loop, cap
     with scorer.replaying(groups):
         found = mine.calculate(groups)
     assert mine.reward_funcs == functions
-    assert equal(found, expected) and expected.isnan().any(dim=0).tolist() == [True, False, True, False, False]
+    assert equal(found, expected) and expected.isnan().any(dim=0).tolist() == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
     assert mine._pending_extra_logs == its._pending_extra_logs and len(its._pending_extra_logs) == 3
     means = mine._pending_metrics["letters/mean"]
-    assert its._pending_metrics["letters/mean"] == [pytest.approx(sum(means) / len(means))] and len(means) == 3
+    assert (
+        its._pending_metrics["letters/mean"] == [pytest.approx(sum(means) / len(means))]
+        and len(means) == 3
+    )
     where = "in a process" if processes else "in the group's thread"
     assert scorer._plan().endswith(
         f"letters {where}, Model with the whole batch, judged on the event loop, ranked with the whole batch, "
@@ -260,7 +288,14 @@ def test_a_run_is_the_one_whose_rounds_are_scored_at_once(ahead, tmp_path):
     assert logs[0] == logs[1] and logs[0][0].keys() == names
 
 
-NAMES = {"loss", "reward", "reward_std", "frac_reward_zero_std", "rewards/seen/mean", "rewards/no_log/std"}
+NAMES = {
+    "loss",
+    "reward",
+    "reward_std",
+    "frac_reward_zero_std",
+    "rewards/seen/mean",
+    "rewards/no_log/std",
+}
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
@@ -268,7 +303,11 @@ NAMES = {"loss", "reward", "reward_std", "frac_reward_zero_std", "rewards/seen/m
 
 @pytest.mark.real
 def test_a_process_has_a_main_thread_keywords_of_a_partial_and_logs_plain_data(scorer_of):
-    functions = (group_rewards.in_main_thread, partial(group_rewards.by_factor, factor=3.0), group_rewards.diary)
+    functions = (
+        group_rewards.in_main_thread,
+        partial(group_rewards.by_factor, factor=3.0),
+        group_rewards.diary,
+    )
     scores = scorer_of(*functions, score_groups=1).score(group())
     assert scores.values == [[1.0] * 4, [9.0, 18.0, 0.0, 12.0], [1.0] * 4]
     assert scores.extras == {"path": ["a b", "bb abc", ".", "dddd"]}
@@ -290,7 +329,10 @@ def test_trls_accuracy_reward_gets_a_process_without_a_setting(scorer_of):
     plan = scorer_of(reasoning, partial(accuracy_reward), get_cosine_scaled_reward(100))._plan()
     assert "reasoning_accuracy_reward in a process, accuracy_reward in a process" in plan
     assert "cosine_scaled_reward with the whole batch" in plan
-    completions = [[{"role": "assistant", "content": text}] for text in (r"\boxed{2}", "no box", r"$\frac{4}{2}$")]
+    completions = [
+        [{"role": "assistant", "content": text}]
+        for text in (r"\boxed{2}", "no box", r"$\frac{4}{2}$")
+    ]
     one = group(texts=["a", "b", "c"], solution="$2$")
     one.completions = completions
     scorer = scorer_of(accuracy_reward)
@@ -304,8 +346,16 @@ def test_trls_accuracy_reward_gets_a_process_without_a_setting(scorer_of):
 
 
 @pytest.mark.real
-def test_a_process_has_no_place_in_the_world_and_what_it_prints_is_the_ranks(scorer_of, monkeypatch, capfd):
-    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "A_JUDGES_KEY": "k"}
+def test_a_process_has_no_place_in_the_world_and_what_it_prints_is_the_ranks(
+    scorer_of, monkeypatch, capfd
+):
+    ranks = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "A_JUDGES_KEY": "k",
+    }
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # which would print at once anyway
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
@@ -328,7 +378,12 @@ def test_what_another_process_cannot_find_or_get_stays_in_the_thread(scorer_of):
 
 @pytest.mark.parametrize(
     ("value", "kind"),
-    [(datetime(2026, 1, 1), "datetime"), ((1, 2), "tuple"), ({"a": [{1.5: object()}]}, "object"), (1 << 70, "2**64")],
+    [
+        (datetime(2026, 1, 1), "datetime"),
+        ((1, 2), "tuple"),
+        ({"a": [{1.5: object()}]}, "object"),
+        (1 << 70, "2**64"),
+    ],
     ids=["a date", "a tuple", "an object inside", "a large number"],
 )
 def test_an_argument_that_a_process_would_not_get_as_it_is_is_refused(value, kind, scorer_of):
@@ -366,7 +421,9 @@ def test_a_function_that_fails_is_named_with_node_rank_and_row(name, processes, 
     assert code_of(failed.value) == USER_CODE
     if processes and name == "raises":
         assert 'raise ValueError("cannot parse it")' in str(failed.value)
-        assert scorer.score(group()).values == [[1.0] * 4], "the process is not there for the next group"
+        assert scorer.score(group()).values == [[1.0] * 4], (
+            "the process is not there for the next group"
+        )
     scorer.close()
     scorer.close()
 
@@ -423,7 +480,8 @@ def test_a_process_ends_with_its_rank_while_a_function_runs(tmp_path):
 
     def rank() -> None:
         process = ScoringProcess()
-        if not (child := os.fork()):  # as a worker of the dataloader: it has copies of the pipes, which stay open
+        # as a worker of the dataloader: it has copies of the pipes, which stay open
+        if not (child := os.fork()):
             time.sleep(HANG_S)
             os._exit(0)
         pid.write_text(f"{process.pid} {child}")

@@ -44,7 +44,8 @@ def a_step(rank: int, keep: bool) -> dict:
     with texts.during_scoring():
         before = trl.gather_object(["before"])  # no texts are known yet
         texts.remember(prompts, completions)
-        own = trl.gather_object([f"prompt {rank}"])  # equal, but not the same object: a reward's own
+        # equal, but not the same object: a reward's own
+        own = trl.gather_object([f"prompt {rank}"])
         logged = [trl.gather_object(prompts), trl.gather_object(completions)]
         metrics = trl.gather_object([rank])
     after = trl.gather_object(prompts)  # the next step's, or somebody else's

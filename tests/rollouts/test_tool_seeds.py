@@ -20,8 +20,15 @@ LAYOUTS = [(1, 8), (2, 4), (4, 2), (8, 1)]  # ranks x rows
 
 def toss(request, index, version) -> Rollout:
     """A completion of one token: two of three seeds call the tool. Rows with equal tokens are therefore common."""
-    seed = np.random.default_rng(request.seed + index).integers(3) if request.seed is not None else 0
-    return Rollout(np.array([CALL if seed else DONE], dtype=np.int32), np.zeros(1, dtype=np.float32), version, 0)
+    seed = (
+        np.random.default_rng(request.seed + index).integers(3) if request.seed is not None else 0
+    )
+    return Rollout(
+        np.array([CALL if seed else DONE], dtype=np.int32),
+        np.zeros(1, dtype=np.float32),
+        version,
+        0,
+    )
 
 
 def generation_of(rank: int, mode: str = "train") -> NodeGeneration:
@@ -31,7 +38,9 @@ def generation_of(rank: int, mode: str = "train") -> NodeGeneration:
     return generation
 
 
-def trls_tool_loop(generation: NodeGeneration, prompts: list[list[int]], limit: int) -> list[list[int]]:
+def trls_tool_loop(
+    generation: NodeGeneration, prompts: list[list[int]], limit: int
+) -> list[list[int]]:
     """Return each row's tokens after its prompt. `limit` is `max_completion_length`."""
 
     def generate(prompts, *_, **__):
@@ -47,7 +56,9 @@ def trls_tool_loop(generation: NodeGeneration, prompts: list[list[int]], limit: 
     completions, logprobs = generate(prompts)
     messages = [[parse(None, ids)] for ids in completions]
     loop = GRPOTrainer._tool_call_loop
-    return loop(trainer, [[] for _ in prompts], prompts, completions, messages, logprobs, None, {})[2]
+    return loop(trainer, [[] for _ in prompts], prompts, completions, messages, logprobs, None, {})[
+        2
+    ]
 
 
 def parse(_, ids, **__) -> dict:
@@ -57,14 +68,18 @@ def parse(_, ids, **__) -> dict:
 def in_layout(ranks: int, rows: int, roll) -> list[list[int]]:
     """Two groups of four equal prompts on some ranks, each of which generates alone."""
     prompts = [A] * 4 + [B] * 4
-    return [row for rank in range(ranks) for row in roll(rank, prompts[rank * rows : (rank + 1) * rows])]
+    return [
+        row for rank in range(ranks) for row in roll(rank, prompts[rank * rows : (rank + 1) * rows])
+    ]
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_tool_loop_samples_the_same_in_every_layout(mode, monkeypatch):
     monkeypatch.setattr(grpo_trainer, "parse_response", parse)
     found = [
-        in_layout(*layout, lambda rank, prompts: trls_tool_loop(generation_of(rank, mode), prompts, 100))
+        in_layout(
+            *layout, lambda rank, prompts: trls_tool_loop(generation_of(rank, mode), prompts, 100)
+        )
         for layout in LAYOUTS
     ]
     assert found[1:] == found[:1] * 3
@@ -92,11 +107,15 @@ def test_a_rollout_that_generates_row_by_row_samples_the_same_in_every_layout():
 
 def seeds_of(generation: NodeGeneration) -> list[int]:
     requests = generation.engines.calls[-1].requests
-    return [request.seed + index for request in requests for index in range(request.num_completions)]
+    return [
+        request.seed + index for request in requests for index in range(request.num_completions)
+    ]
 
 
 def test_seeds_differ_by_run_mode_round_and_call():
-    def first_seed(rollout_seed: int = 5, mode: str = "train", number: int = 2, calls: int = 1) -> int:
+    def first_seed(
+        rollout_seed: int = 5, mode: str = "train", number: int = 2, calls: int = 1
+    ) -> int:
         generation = build(rollout_seed=rollout_seed)
         generation.begin_round(mode, number)
         for _ in range(calls):
@@ -129,4 +148,6 @@ def test_prompts_that_continue_no_row_are_new_requests_for_the_rows_in_order():
     generation.generate([A, B], None, 1)
     first = seeds_of(generation)
     generation.generate([[9, 9], [8, 8]], None, 1)
-    assert np.diff(seeds_of(generation)) == np.diff(first) == 1 and not set(first) & set(seeds_of(generation))
+    assert np.diff(seeds_of(generation)) == np.diff(first) == 1 and not set(first) & set(
+        seeds_of(generation)
+    )

@@ -10,7 +10,9 @@ from trl_multinode.rollouts.upcoming import UpcomingBatches
 from trl_multinode.trainer import MultiNodeGRPOTrainer
 
 
-def next_blocks(num_batches: int, accumulation: int, block: int) -> list[tuple[int, int | None, int]]:
+def next_blocks(
+    num_batches: int, accumulation: int, block: int
+) -> list[tuple[int, int | None, int]]:
     """transformers' loop over one epoch: at every block's first batch, what `after` and `place_in_window` say."""
     batches = [[index] for index in range(num_batches)]  # equal by value never: identity counts
     upcoming, found = UpcomingBatches(iter(batches), block), []
@@ -25,7 +27,9 @@ def next_blocks(num_batches: int, accumulation: int, block: int) -> list[tuple[i
         for place, batch in enumerate(window):
             if used % block == 0:
                 following = upcoming.after(batch, block)
-                found.append((batch[0], following and following[0], upcoming.place_in_window(batch) - place))
+                found.append(
+                    (batch[0], following and following[0], upcoming.place_in_window(batch) - place)
+                )
             used += 1
     return found
 
@@ -50,7 +54,8 @@ def test_batches_are_fetched_with_the_trainers_own_and_at_most_a_block_early():
 
 def test_a_run_that_resumes_inside_a_block_without_its_rollouts_generates_the_batch_at_hand():
     batches = [[{"prompt": f"block {number // 8}"}] for number in range(96)]
-    upcoming = UpcomingBatches(iter(batches[12:]), 3 * 8)  # step 3 of 4 batches each, in the middle of block 1
+    # step 3 of 4 batches each, in the middle of block 1
+    upcoming = UpcomingBatches(iter(batches[12:]), 3 * 8)
     fetch = upcoming.open_window()
     window = [next(fetch) for _ in range(4)]
     trainer = SimpleNamespace(
@@ -59,7 +64,9 @@ def test_a_run_that_resumes_inside_a_block_without_its_rollouts_generates_the_ba
         _tokenize_prompts=lambda prompts: (prompts, None, {}),
     )  # fmt: skip
     trainer._after = partial(MultiNodeGRPOTrainer._after, trainer)
-    found = [MultiNodeGRPOTrainer._batch_ahead(trainer, window[0], rounds)[0] for rounds in range(4)]
+    found = [
+        MultiNodeGRPOTrainer._batch_ahead(trainer, window[0], rounds)[0] for rounds in range(4)
+    ]
     assert [rows[0]["prompt"] for rows in found] == [f"block {1 + rounds}" for rounds in range(4)]
 
 
@@ -74,7 +81,9 @@ def test_no_batch_follows_the_last_step_of_a_run_that_ends_inside_an_epoch():
             _upcoming=upcoming, steps_per_round=8, _step=4 * step,
             state=SimpleNamespace(max_steps=6, global_step=step), args=SimpleNamespace(gradient_accumulation_steps=4),
         )  # fmt: skip
-        found.append([MultiNodeGRPOTrainer._after(trainer, window[0], rounds) for rounds in (1, 2, 3)])
+        found.append(
+            [MultiNodeGRPOTrainer._after(trainer, window[0], rounds) for rounds in (1, 2, 3)]
+        )
     of_round = [[8 * number] if number < 3 else None for number in range(6)]
     assert found == [of_round[1 + step // 2 :][:3] for step in range(6)]
 

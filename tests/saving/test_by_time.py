@@ -24,7 +24,11 @@ class Clock:
 
 
 def run(
-    callback: SaveByTime, clock: Clock, steps: list[float], also_saved: tuple[int, ...] = (), save_s=0.0
+    callback: SaveByTime,
+    clock: Clock,
+    steps: list[float],
+    also_saved: tuple[int, ...] = (),
+    save_s=0.0,
 ) -> list[int]:
     """The steps, counted from 1, at whose end a trainer would save, with the seconds that each one takes."""
     state, saved = TrainerState(), []
@@ -57,13 +61,19 @@ def callback(clock):
     [([4] * 9, [3, 6, 9]), ([1, 40, 1, 1, 1], [3]), ([1] * 10 + [10] * 3, [10, 12, 13])],
     ids=["equal steps", "an unexpectedly long step", "steps of ten times the length"],
 )
-def test_the_step_in_which_the_minutes_will_have_passed_ends_with_a_checkpoint(minutes, saved, callback, clock):
+def test_the_step_in_which_the_minutes_will_have_passed_ends_with_a_checkpoint(
+    minutes, saved, callback, clock
+):
     assert run(callback, clock, [each * MINUTE for each in minutes]) == saved
 
 
 def test_other_checkpoints_count_and_so_does_the_time_that_saving_takes(callback, clock):
     assert run(callback, clock, [4 * MINUTE] * 7, also_saved=(2,)) == [2, 5]
-    assert run(callback, clock, [4 * MINUTE] * 6, save_s=30 * MINUTE) == [3, 6]  # counted from the end of a save
+    # counted from the end of a save
+    assert run(callback, clock, [4 * MINUTE] * 6, save_s=30 * MINUTE) == [
+        3,
+        6,
+    ]
 
 
 @pytest.mark.nightly  # e2e/test_continued decides that all ranks save
@@ -74,7 +84,9 @@ def test_all_ranks_follow_the_clock_of_rank_0(tmp_path):
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
         clock, client = Clock(), connect_store(topology_of(rank), 0)
         meetings = connect_store(topology_of(rank), 1)
-        callback = SaveByTime(10.0, StepDecision(topology_of(rank), client, "save"), decides=rank == 0, clock=clock)
+        callback = SaveByTime(
+            10.0, StepDecision(topology_of(rank), client, "save"), decides=rank == 0, clock=clock
+        )
         train = callback.on_step_end
 
         def collective_first(args, state, control):
@@ -84,7 +96,8 @@ def test_all_ranks_follow_the_clock_of_rank_0(tmp_path):
             train(args, state, control)
 
         callback.on_step_end = collective_first
-        saved = run(callback, clock, [(4.0 if rank == 0 else 100.0) * MINUTE] * 12)  # other clocks would save at once
+        # other clocks would save at once
+        saved = run(callback, clock, [(4.0 if rank == 0 else 100.0) * MINUTE] * 12)
         keys = [step for step in range(13) if client.check([f"save/1/{step}"])]
         return [saved, keys]
 

@@ -33,7 +33,9 @@ from trl_multinode.saving.saved_rollouts import (
 # ---- where a run is
 
 
-@pytest.mark.parametrize(("steps_in_epoch", "accumulation"), [(8, 1), (8, 2), (6, 4), (5, 3), (2, 8)])
+@pytest.mark.parametrize(
+    ("steps_in_epoch", "accumulation"), [(8, 1), (8, 2), (6, 4), (5, 3), (2, 8)]
+)
 def test_the_position_is_the_one_of_a_run_that_did_not_stop(steps_in_epoch, accumulation):
     position, steps = 0, 0
     for _ in range(3):
@@ -46,7 +48,9 @@ def test_the_position_is_the_one_of_a_run_that_did_not_stop(steps_in_epoch, accu
 
 
 def sampler(shuffle: bool = True) -> RepeatSampler:
-    return RepeatSampler(range(11), mini_repeat_count=2, batch_size=3, repeat_count=2, shuffle=shuffle, seed=7)
+    return RepeatSampler(
+        range(11), mini_repeat_count=2, batch_size=3, repeat_count=2, shuffle=shuffle, seed=7
+    )
 
 
 def test_the_second_epochs_order_is_the_second_epochs_order_after_a_resume():
@@ -74,7 +78,8 @@ def test_a_block_comes_back_as_trl_reads_it(tmp_path):
     saved = pack_block(block())
     saved.notes["layout"] = [4, 2, 2]
     save_rollouts(tmp_path, 3, saved)
-    found = load_rollouts(tmp_path, 3, torch.device("cpu:0"))  # as accelerate calls the CPU of a launched rank
+    # as accelerate calls the CPU of a launched rank
+    found = load_rollouts(tmp_path, 3, torch.device("cpu:0"))
     assert found.notes["layout"] == [4, 2, 2]
     for was, now in zip(block(), unpack_block(found), strict=True):
         assert torch.equal(was["ids"], now["ids"]) and now["items"].ndim == 0
@@ -122,7 +127,9 @@ def finish(folder, epoch=1.5) -> None:
     (folder / "trainer_state.json").write_text(json.dumps({"epoch": epoch}))
 
 
-def test_the_newest_checkpoint_that_all_ranks_see_is_chosen_and_the_others_are_named(tmp_path, caplog):
+def test_the_newest_checkpoint_that_all_ranks_see_is_chosen_and_the_others_are_named(
+    tmp_path, caplog
+):
     for step in (2, 4, 10):
         finish(tmp_path / f"checkpoint-{step}")
     (tmp_path / "checkpoint-12").mkdir()
@@ -132,7 +139,9 @@ def test_the_newest_checkpoint_that_all_ranks_see_is_chosen_and_the_others_are_n
     (tmp_path / "checkpoint-16" / "global_step16").mkdir()
     (tmp_path / "checkpoint-18" / "trainer_state.json").mkdir(parents=True)
     (tmp_path / "checkpoint-best").mkdir()
-    assert CheckpointLog(tmp_path, accelerator([2, 4, 10])).last_whole() == tmp_path / "checkpoint-10"
+    assert (
+        CheckpointLog(tmp_path, accelerator([2, 4, 10])).last_whole() == tmp_path / "checkpoint-10"
+    )
     said = [record.getMessage() for record in caplog.records]
     skipped = [f"checkpoint-{step}" for step in (12, 14, 16, 18)]
     assert [text.partition(" is skipped")[0][-13:] for text in said] == skipped
@@ -151,7 +160,9 @@ def test_a_first_run_has_nothing_to_go_on_from(tmp_path):
 
 
 @pytest.mark.parametrize("other", [-1, -2], ids=["the other sees none", "the other sees some too"])
-def test_only_unfinished_checkpoints_are_an_error_with_the_way_out_and_no_new_beginning(tmp_path, other):
+def test_only_unfinished_checkpoints_are_an_error_with_the_way_out_and_no_new_beginning(
+    tmp_path, other
+):
     """A requeued run that begins anew at step 1 would look like one that resumed."""
     log = CheckpointLog(tmp_path, accelerator([other]))
     with pytest.raises(OSError, match="disk full"), log.saving(2) as folder:  # noqa: PT012
@@ -161,7 +172,10 @@ def test_only_unfinished_checkpoints_are_an_error_with_the_way_out_and_no_new_be
     with refused("resume_from_checkpoint", rank=0) as raised:
         log.last_whole()
     said = str(raised.value)
-    assert f"`rm -r {tmp_path}/checkpoint-2 {tmp_path}/checkpoint-4`" in said and "`output_dir`" in said
+    assert (
+        f"`rm -r {tmp_path}/checkpoint-2 {tmp_path}/checkpoint-4`" in said
+        and "`output_dir`" in said
+    )
 
 
 def test_unfinished_checkpoints_on_another_node_are_an_error_here_too(tmp_path):
@@ -205,10 +219,19 @@ def replace_in(name: str, change):
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (replace_in("model.safetensors", lambda data: b""), "model.safetensors has 0 bytes, and 200009"),
+        (
+            replace_in("model.safetensors", lambda data: b""),
+            "model.safetensors has 0 bytes, and 200009",
+        ),
         (replace_in("model.safetensors", lambda data: data[:-1]), "has 200008 bytes"),
-        (replace_in("model.safetensors", lambda data: b"HEADER" + data[6:]), "model.safetensors has other content"),
-        (replace_in("model.safetensors", lambda data: data[:-3] + b"END"), "model.safetensors has other content"),
+        (
+            replace_in("model.safetensors", lambda data: b"HEADER" + data[6:]),
+            "model.safetensors has other content",
+        ),
+        (
+            replace_in("model.safetensors", lambda data: data[:-3] + b"END"),
+            "model.safetensors has other content",
+        ),
         (replace_in("shards/__0_0.distcp", lambda data: b""), "shards/__0_0.distcp has 0 bytes"),
         (replace_in("config.json", lambda data: b""), "config.json is no JSON"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
@@ -217,7 +240,9 @@ def replace_in(name: str, change):
         (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
     ],
 )
-def test_a_checkpoint_whose_files_changed_is_named_and_an_older_one_is_taken(tmp_path, damage, named, caplog):
+def test_a_checkpoint_whose_files_changed_is_named_and_an_older_one_is_taken(
+    tmp_path, damage, named, caplog
+):
     """A requeued run would fail at this one again and again, or go on with a fresh optimizer."""
     older, newer = whole_checkpoint(tmp_path, 2), whole_checkpoint(tmp_path, 4)
     damage(newer)
@@ -263,7 +288,8 @@ def test_one_rank_of_each_folder_records_its_files(tmp_path):
         finish(folder)
     assert "files" in read_metadata(folder)
     (tmp_path / "_multinode" / "saving").mkdir(parents=True)
-    (tmp_path / "_multinode" / "saving" / "checkpoint-2.rank0").touch()  # of a rank that shares the folder
+    # of a rank that shares the folder
+    (tmp_path / "_multinode" / "saving" / "checkpoint-2.rank0").touch()
     with CheckpointLog(tmp_path, accelerator(rank=1)).saving(2) as folder:
         finish(folder)
     assert "files" not in read_metadata(folder)
@@ -303,5 +329,7 @@ def test_a_checkpoint_names_its_format_and_one_without_is_taken(tmp_path):
 )
 def test_a_newer_format_is_refused_with_the_cure(tmp_path, text, got):
     (tmp_path / "multinode.json").write_text(text)
-    with refused("resume_from_checkpoint", "resume_from_checkpoint", got=tmp_path if got is None else got):
+    with refused(
+        "resume_from_checkpoint", "resume_from_checkpoint", got=tmp_path if got is None else got
+    ):
         check_format(tmp_path)

@@ -33,10 +33,17 @@ def hub(loopback_hub, monkeypatch):
     return loopback_hub
 
 
-def build(folder: Path, must_succeed: bool = False, node_mode: bool = True, **settings) -> HubTrainer:
+def build(
+    folder: Path, must_succeed: bool = False, node_mode: bool = True, **settings
+) -> HubTrainer:
     """A trainer that has saved checkpoint 1."""
     args = TrainingArguments(
-        str(folder / "run"), use_cpu=True, push_to_hub=True, hub_token=TOKEN, report_to=[], **settings
+        str(folder / "run"),
+        use_cpu=True,
+        push_to_hub=True,
+        hub_token=TOKEN,
+        report_to=[],
+        **settings,
     )
     args.hub_push_must_succeed = must_succeed
     trainer_class = type("Pushing", (HubTrainer,), {"host": host() if node_mode else None})
@@ -75,7 +82,9 @@ def test_whole_checkpoints_are_checked_and_pushed_too(hub, tmp_path):
     trainer = build(tmp_path, hub_strategy="checkpoint")
     push_checkpoint(trainer)
     trainer._finish_current_push()
-    assert {"model.safetensors", "last-checkpoint/model.safetensors"} <= hub.repos["tester/run"].keys()
+    assert {"model.safetensors", "last-checkpoint/model.safetensors"} <= hub.repos[
+        "tester/run"
+    ].keys()
     assert not any(TOKEN.encode() in content for content in hub.repos["tester/run"].values())
 
 
@@ -87,7 +96,9 @@ def test_a_checkpoint_before_a_preemption_is_not_pushed(hub, tmp_path, capsys):
     assert hub.commits == []
 
 
-def test_pushes_in_the_background_that_fail_are_told_and_the_next_one_goes_on(hub, tmp_path, capsys):
+def test_pushes_in_the_background_that_fail_are_told_and_the_next_one_goes_on(
+    hub, tmp_path, capsys
+):
     trainer = build(tmp_path)
     hub.fail(401, times=1, on=COMMIT)
     push_checkpoint(trainer)
@@ -99,7 +110,9 @@ def test_pushes_in_the_background_that_fail_are_told_and_the_next_one_goes_on(hu
 
 
 @pytest.mark.parametrize("then", [HubTrainer._finish_current_push, push_checkpoint])
-def test_a_push_in_the_background_that_must_succeed_ends_the_run_at_the_next_look(hub, tmp_path, then):
+def test_a_push_in_the_background_that_must_succeed_ends_the_run_at_the_next_look(
+    hub, tmp_path, then
+):
     trainer = build(tmp_path, must_succeed=True)
     hub.fail(401, times=1, on=COMMIT)
     push_checkpoint(trainer)
@@ -110,7 +123,9 @@ def test_a_push_in_the_background_that_must_succeed_ends_the_run_at_the_next_loo
     assert hub.commits == ["End of training"]
 
 
-def test_a_repository_that_must_be_there_is_an_error_at_the_start_and_after_saving_at_the_end(hub, tmp_path):
+def test_a_repository_that_must_be_there_is_an_error_at_the_start_and_after_saving_at_the_end(
+    hub, tmp_path
+):
     trainer = build(tmp_path, must_succeed=True)
     trainer.hub_model_id = None
     hub.fail(403, on="/repos/create")
@@ -119,7 +134,9 @@ def test_a_repository_that_must_be_there_is_an_error_at_the_start_and_after_savi
     assert (tmp_path / "run" / "model.safetensors").exists()
     with pytest.raises(HubPushError, match="repository run ") as caught:
         build(tmp_path, must_succeed=True)
-    assert f"hf upload run {tmp_path}/run . --exclude '_*'" in str(caught.value) and TOKEN not in str(caught.value)
+    assert f"hf upload run {tmp_path}/run . --exclude '_*'" in str(
+        caught.value
+    ) and TOKEN not in str(caught.value)
 
 
 def test_without_node_mode_it_does_what_transformers_does(hub, tmp_path):
@@ -144,10 +161,18 @@ def test_without_node_mode_it_does_what_transformers_does(hub, tmp_path):
         (True, 3, False, {"peft_config": object()}, False),
     ],
 )
-def test_pushes_that_would_have_no_weights_are_refused_before_the_model(push, stage, gathers, call, is_refused):
-    plugin = DeepSpeedPlugin(zero_stage=stage, zero3_save_16bit_model=gathers, zero3_init_flag=False)
+def test_pushes_that_would_have_no_weights_are_refused_before_the_model(
+    push, stage, gathers, call, is_refused
+):
+    plugin = DeepSpeedPlugin(
+        zero_stage=stage, zero3_save_16bit_model=gathers, zero3_init_flag=False
+    )
     args = SimpleNamespace(push_to_hub=push, deepspeed_plugin=plugin)
-    with refused("zero3_save_16bit_model", "zero3_save_16bit_model: true") if is_refused else nullcontext():
+    with (
+        refused("zero3_save_16bit_model", "zero3_save_16bit_model: true")
+        if is_refused
+        else nullcontext()
+    ):
         check_push(args, {"model": "name", **call})
 
 

@@ -8,7 +8,9 @@ from trl_multinode.run.versions import local_versions
 from trl_multinode.saving.model_card import add_section, run_section
 
 pytestmark = pytest.mark.nightly  # a page for readers; e2e/test_pushes reads a pushed one
-TWO_NODES = Topology(rank=0, world_size=14, local_rank=0, ranks_per_node=7, node=0, num_nodes=2, launched=True)
+TWO_NODES = Topology(
+    rank=0, world_size=14, local_rank=0, ranks_per_node=7, node=0, num_nodes=2, launched=True
+)
 LOGS = [
     {"step": 1, "num_tokens": 500.0, "step_time": 100.0},  # the warm-up
     {"step": 1, "eval_loss": 1.0},
@@ -19,7 +21,9 @@ LOGS = [
 
 
 def rows(section: str) -> dict[str, str]:
-    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    lines = [
+        line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")
+    ]
     return {line[0]: line[1] for line in lines if len(line) == 2}
 
 

@@ -13,8 +13,15 @@ from trl_multinode.rollouts.saved_groups import SavedGroups, encoded
 from trl_multinode.saving.open_groups import OpenGroupsFile, check_same_way
 from trl_multinode.saving.saved_rollouts import SavedRollouts
 
-WORLD, QUOTA, SIZE, REPEATS = 3, 2, 4, 2  # ranks, groups of a rank and round, rows of a group, micro-steps of a round
-DATASET = [{"prompt": f"row {index}"} for index in range(20)]  # 3 rounds of 6 prompts, and two that TRL drops
+# ranks, groups of a rank and round, rows of a group, micro-steps of a round
+WORLD, QUOTA, SIZE, REPEATS = (
+    3,
+    2,
+    4,
+    2,
+)
+# 3 rounds of 6 prompts, and two that TRL drops
+DATASET = [{"prompt": f"row {index}"} for index in range(20)]
 
 
 def file_of(rank: int = 0, shuffle: bool = True, dataset=DATASET) -> OpenGroupsFile:
@@ -60,7 +67,12 @@ def test_another_dataset_is_noticed_when_its_groups_are_restored():
 
 def test_a_checkpoint_with_open_groups_resumes_only_in_the_same_way():
     folder = Path("checkpoint-3")
-    for was, now, usable in [(False, False, False), (False, True, False), (False, True, True), (True, True, True)]:
+    for was, now, usable in [
+        (False, False, False),
+        (False, True, False),
+        (False, True, True),
+        (True, True, True),
+    ]:
         check_same_way(folder, was, now, usable)
     with refused("max_staleness", "`max_staleness=2`"):
         check_same_way(folder, True, False, True)

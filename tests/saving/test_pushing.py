@@ -35,14 +35,23 @@ def folder(tmp_path):
 
 
 def connect(hub: LoopbackHub, folder: Path, **changes) -> CheckedHub:
-    settings = {"where": "node 0, rank 0", "output_dir": folder, "must_succeed": False, "token": TOKEN}
+    settings = {
+        "where": "node 0, rank 0",
+        "output_dir": folder,
+        "must_succeed": False,
+        "token": TOKEN,
+    }
     settings |= {"check": lambda folder: None} | changes
     return CheckedHub(HfApi(endpoint=hub.endpoint), **settings)
 
 
 def push(checked: CheckedHub, folder: Path, **changes):
     checked.create_repo("run", exist_ok=True)
-    keywords = {"repo_id": "tester/run", "folder_path": str(folder), "commit_message": "End of training"}
+    keywords = {
+        "repo_id": "tester/run",
+        "folder_path": str(folder),
+        "commit_message": "End of training",
+    }
     keywords |= {"ignore_patterns": ["_*", "checkpoint-*"], "revision": None, "token": None}
     return checked.upload_folder(**(keywords | changes))
 
@@ -61,7 +70,9 @@ def push(checked: CheckedHub, folder: Path, **changes):
     ids=["401", "403", "409", "500", "500 at an upload", "cut", "cut at an upload"],
 )
 @pytest.mark.fault("37")
-def test_a_push_that_fails_is_told_with_the_command_that_repeats_it(hub, folder, capsys, fault, tries, said):
+def test_a_push_that_fails_is_told_with_the_command_that_repeats_it(
+    hub, folder, capsys, fault, tries, said
+):
     before = {path: path.read_bytes() for path in folder.glob("*.*")}
     hub.repos["tester/run"] = {}
     fault(hub)
@@ -72,7 +83,8 @@ def test_a_push_that_fails_is_told_with_the_command_that_repeats_it(hub, folder,
     assert told.count("Next try") == tries - 1
     assert told.count("`trainer.push_to_hub()`") == 1
     command = (
-        f"hf upload tester/run {folder} . --exclude '_*' --exclude 'checkpoint-*' --commit-message 'End of training'"
+        f"hf upload tester/run {folder} . --exclude '_*' --exclude 'checkpoint-*' "
+        "--commit-message 'End of training'"
     )
     assert told.splitlines()[-1].strip() == command and TOKEN not in told
     assert hub.commits == [] and {path: path.read_bytes() for path in folder.glob("*.*")} == before
@@ -84,8 +96,12 @@ def test_the_command_of_the_message_pushes_the_same_files(hub, folder, capsys, t
     assert push(connect(hub, folder), folder) is None
     (line,) = [line.strip() for line in capsys.readouterr().out.splitlines() if "hf upload" in line]
     hub.heal()
-    environment = os.environ | hub.environment | {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
-    run = subprocess.run(shlex.split(line), env=environment, capture_output=True, text=True, timeout=HANG_S)
+    environment = (
+        os.environ | hub.environment | {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+    )
+    run = subprocess.run(
+        shlex.split(line), env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
     assert run.returncode == 0, run.stderr
     assert hub.repos["tester/run"] == {"model.safetensors": b"weights", "config.json": b"{}"}
     assert hub.commits == ["End of training"]
@@ -102,7 +118,15 @@ def test_the_command_of_the_message_pushes_the_same_files(hub, folder, capsys, t
         lambda hub: hub.cut_connection(times=2, on="/repos/create"),
         lambda hub: hub.cut_connection(times=2, on=UPLOAD),
     ],
-    ids=["no fault", "500", "409", "cut", "500 at the creation", "cut at the creation", "cut at an upload"],
+    ids=[
+        "no fault",
+        "500",
+        "409",
+        "cut",
+        "500 at the creation",
+        "cut at the creation",
+        "cut at an upload",
+    ],
 )
 def test_a_fault_that_passes_costs_tries_only(hub, folder, capsys, fault):
     fault(hub)
@@ -113,7 +137,9 @@ def test_a_fault_that_passes_costs_tries_only(hub, folder, capsys, fault):
     assert "failed" not in told and (hub._faults or told == "")
 
 
-def test_a_checkpoint_that_is_deleted_while_the_folder_is_listed_costs_a_try_only(hub, folder, capsys, monkeypatch):
+def test_a_checkpoint_that_is_deleted_while_the_folder_is_listed_costs_a_try_only(
+    hub, folder, capsys, monkeypatch
+):
     """The oldest checkpoint gives way while the newest one's push lists the folder, which contains both."""
     (folder / "checkpoint-1").mkdir()
     scan = os.scandir
@@ -152,7 +178,8 @@ def test_a_push_that_must_succeed_raises_with_the_same_message(hub, folder):
     hub.fail(500, on=COMMIT)
     with pytest.raises(HubPushError, match=r"500 .*(\n.*)*hf upload tester/run") as caught:
         push(connect(hub, folder, must_succeed=True), folder)
-    assert caught.value.__context__ is None and caught.value.__cause__ is None  # a traceback would show addresses
+    # a traceback would show addresses
+    assert caught.value.__context__ is None and caught.value.__cause__ is None
 
 
 @pytest.mark.parametrize("run_as_future", [False, True])
@@ -165,20 +192,27 @@ def test_wrong_weights_are_refused_before_a_single_request(hub, folder, run_as_f
     hub.fail(599)  # any request after this would say so
     with pytest.raises(SavedWeightsError, match="wrong"):
         checked.upload_folder(
-            repo_id="tester/run", folder_path=str(folder), commit_message="m", run_as_future=run_as_future
+            repo_id="tester/run",
+            folder_path=str(folder),
+            commit_message="m",
+            run_as_future=run_as_future,
         )
     assert hub.repos == {"tester/run": {}}
 
 
 def test_tokens_and_signed_addresses_are_hidden():
-    text = hide("PUT https://storage/x?X-Signature=abc&y failed for hf_1 and hf_2", "hf_1", None, "hf_2")
+    text = hide(
+        "PUT https://storage/x?X-Signature=abc&y failed for hf_1 and hf_2", "hf_1", None, "hf_2"
+    )
     assert text == "PUT https://storage/x?*** failed for *** and ***"
 
 
 def test_the_token_of_a_message_would_be_hidden(hub, folder, capsys, monkeypatch):
     """A server that repeats the token in its answer."""
     monkeypatch.setattr(
-        HfApi, "upload_folder", lambda self, token, **_: (_ for _ in ()).throw(OSError(f"bad {token}"))
+        HfApi,
+        "upload_folder",
+        lambda self, token, **_: (_ for _ in ()).throw(OSError(f"bad {token}")),
     )
     assert push(connect(hub, folder), folder) is None
     told = capsys.readouterr().out

@@ -126,7 +126,9 @@ class Stream:
         raise TypeError("object of type 'IterableDataset' has no len()")
 
 
-def trainer_at(step: int, output_dir, accelerator=None, loader=None, num_iterations: int = 1, **fields):
+def trainer_at(
+    step: int, output_dir, accelerator=None, loader=None, num_iterations: int = 1, **fields
+):
     """At optimizer step `step`; a round has two micro-steps per iteration, an optimizer step has one."""
     args = {
         "output_dir": str(output_dir), "gradient_accumulation_steps": 1, "per_device_train_batch_size": 2,
@@ -159,7 +161,10 @@ def trainer_at(step: int, output_dir, accelerator=None, loader=None, num_iterati
 
 
 def rows() -> list[Rollout]:
-    return [Rollout(np.array([i, 9], np.int32), np.array([-0.5, -i], np.float32), VERSION, i) for i in range(2)]
+    return [
+        Rollout(np.array([i, 9], np.int32), np.array([-0.5, -i], np.float32), VERSION, i)
+        for i in range(2)
+    ]
 
 
 def save(trainer, step: int):
@@ -197,14 +202,20 @@ def test_inside_a_block_position_block_and_the_round_ahead_come_back(has_format,
     assert trainer._step == 3
     assert [part["ids"].tolist() for part in trainer._buffered_inputs] == [[[1, 2]], [[3, 4]]]
     made = trainer.vllm_generation.take()
-    assert made.version == WeightVersion(-1, 4)  # the numbers of updates begin anew, the optimizer step stays
+    # the numbers of updates begin anew, the optimizer step stays
+    assert made.version == WeightVersion(-1, 4)
     for row, was in zip(made.rows, rows(), strict=True):
-        assert row.tokens.tolist() == was.tokens.tolist() and row.logprobs.tolist() == was.logprobs.tolist()
+        assert (
+            row.tokens.tolist() == was.tokens.tolist()
+            and row.logprobs.tolist() == was.logprobs.tolist()
+        )
         assert row.engine == was.engine
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_at_the_end_of_a_block_only_the_round_ahead_comes_back_and_only_with_staleness(max_staleness, tmp_path):
+def test_at_the_end_of_a_block_only_the_round_ahead_comes_back_and_only_with_staleness(
+    max_staleness, tmp_path
+):
     folder = saved_at(4, tmp_path)
     trainer = resumed(trainer_at(4, tmp_path, max_staleness=max_staleness), folder)
     assert trainer._step == 4 and trainer._buffered_inputs is None
@@ -216,7 +227,9 @@ def test_a_round_that_was_ahead_is_made_again_by_a_run_in_flight(tmp_path):
     assert trainer.vllm_generation.rounds.groups.ids == []
 
 
-def test_a_checkpoint_waits_for_rows_in_the_phase_of_generation_and_a_preemption_does_not_wait(tmp_path):
+def test_a_checkpoint_waits_for_rows_in_the_phase_of_generation_and_a_preemption_does_not_wait(
+    tmp_path,
+):
     trainer, seen = trainer_at(4, tmp_path), []
     generation = trainer.vllm_generation
     generation.stream.go.clear()
@@ -235,8 +248,12 @@ def test_a_checkpoint_waits_for_rows_in_the_phase_of_generation_and_a_preemption
         assert "open" not in Resume(trainer)._collect().notes
         trainer.host.agreement.preemption.leaves = False
         data = Resume(trainer)._collect().tensors["open"].numpy().tobytes()
-        assert [row is not None for group in decoded(data).groups for row in group.rollouts] == [True, True]
-    assert seen == ["generate"]  # which may take any time, while a checkpoint that writes nothing counts as stuck
+        assert [row is not None for group in decoded(data).groups for row in group.rollouts] == [
+            True,
+            True,
+        ]
+    # which may take any time, while a checkpoint that writes nothing counts as stuck
+    assert seen == ["generate"]
     assert generation.take() is not None  # the run itself goes on with it
 
 
@@ -246,10 +263,16 @@ def test_a_run_that_begins_anew_has_nothing_left_of_the_last_one(tmp_path):
     resume, trainer.state.global_step = Resume(trainer), 0
     assert resume.choose(None) is None
     resume.restore_position()
-    assert (trainer._step, trainer._buffered_inputs, trainer.vllm_generation.take()) == (0, None, None)
+    assert (trainer._step, trainer._buffered_inputs, trainer.vllm_generation.take()) == (
+        0,
+        None,
+        None,
+    )
 
 
-@pytest.mark.parametrize("change", [{"per_device_train_batch_size": 4}, {"num_iterations": 2}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"per_device_train_batch_size": 4}, {"num_iterations": 2}], ids=str
+)
 def test_rows_of_another_layout_are_not_used(tmp_path, change, caplog):
     """With other iterations, or another batch, the same position means another place in another block."""
     trainer = resumed(trainer_at(6, tmp_path, **change), saved_at(6, tmp_path))
@@ -329,13 +352,21 @@ def zero_checkpoint(folder, *ranks: int, prefix: str = "") -> Path:
 
 @pytest.mark.nightly  # e2e/test_continued decides the other number
 @pytest.mark.parametrize("prefix", ["", "bf16_"])
-@pytest.mark.parametrize(("mine", "others"), [((0, 1), (2, 1)), ((0,), (2, 1)), ((), (0, 0))], ids=str)
-def test_a_checkpoint_of_as_many_ranks_is_taken_shared_or_not_and_one_without_zero_too(tmp_path, mine, others, prefix):
+@pytest.mark.parametrize(
+    ("mine", "others"), [((0, 1), (2, 1)), ((0,), (2, 1)), ((), (0, 0))], ids=str
+)
+def test_a_checkpoint_of_as_many_ranks_is_taken_shared_or_not_and_one_without_zero_too(
+    tmp_path, mine, others, prefix
+):
     check_zero_ranks(zero_checkpoint(tmp_path, *mine, prefix=prefix), Accelerator([list(others)]))
 
 
-@pytest.mark.parametrize(("mine", "others"), [((0, 1, 2, 3), (4, 1)), ((0, 1), (4, 0)), ((0,), (1, 0))], ids=str)
-def test_a_checkpoint_of_another_number_of_ranks_is_refused_with_the_way_out(tmp_path, mine, others):
+@pytest.mark.parametrize(
+    ("mine", "others"), [((0, 1, 2, 3), (4, 1)), ((0, 1), (4, 0)), ((0,), (1, 0))], ids=str
+)
+def test_a_checkpoint_of_another_number_of_ranks_is_refused_with_the_way_out(
+    tmp_path, mine, others
+):
     with refused("num_processes", "ranks again", got=2, expected=others[0] or len(mine)):
         check_zero_ranks(zero_checkpoint(tmp_path, *mine), Accelerator([list(others)]))
 
@@ -356,7 +387,9 @@ def test_nodes_that_changed_places_are_told(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["", "bf16_"])
-def test_what_a_larger_launch_left_in_a_folder_does_not_make_the_new_checkpoint_unusable(tmp_path, prefix):
+def test_what_a_larger_launch_left_in_a_folder_does_not_make_the_new_checkpoint_unusable(
+    tmp_path, prefix
+):
     """Four ranks wrote it, or began to; then one rank came to the same step."""
     folder = zero_checkpoint(tmp_path, 0, 1, 2, 3, prefix=prefix)
     save_rollouts(folder, 3, SavedRollouts({}, {"block": [], "layout": [4, 1, 1, 1, 1]}))
@@ -390,7 +423,9 @@ def test_a_checkpoint_of_a_newer_format_is_refused_at_the_resume(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["missing", "strange", "cut off"])
-def test_a_run_goes_on_without_a_rollouts_file_of_ours_and_logs_rank_and_folder(tmp_path, content, caplog):
+def test_a_run_goes_on_without_a_rollouts_file_of_ours_and_logs_rank_and_folder(
+    tmp_path, content, caplog
+):
     folder = saved_at(3, tmp_path)
     path = rollouts_file(folder, 0)
     if content == "missing":
@@ -409,7 +444,9 @@ def test_a_run_goes_on_without_a_rollouts_file_of_ours_and_logs_rank_and_folder(
     check_zero_ranks(zero, Accelerator([[2, 1]]))
 
 
-def test_a_launch_that_begins_anew_beside_checkpoints_names_them_and_the_way_to_continue(tmp_path, caplog):
+def test_a_launch_that_begins_anew_beside_checkpoints_names_them_and_the_way_to_continue(
+    tmp_path, caplog
+):
     """As a requeued job does whose script calls a plain `train()`."""
     trainer, newest = trainer_at(0, tmp_path), saved_at(3, tmp_path)
 

@@ -43,7 +43,9 @@ class Saving(NodeTrainer):
     max_staleness, steps_per_round = 0, 1
 
     def __init__(self, folder: Path, model: torch.nn.Module | None = None, **settings):
-        args = TrainingArguments(str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **settings)
+        args = TrainingArguments(
+            str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **settings
+        )
         args.hub_push_must_succeed = True
         Trainer.__init__(self, model or Model(), args)
         self.create_optimizer_and_scheduler(10)
@@ -115,7 +117,11 @@ CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
 
 
 def writes(args: tuple) -> bool:
-    return isinstance(args[0], str) and isinstance(args[2], int) and bool(args[2] & (os.O_WRONLY | os.O_RDWR))
+    return (
+        isinstance(args[0], str)
+        and isinstance(args[2], int)
+        and bool(args[2] & (os.O_WRONLY | os.O_RDWR))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +140,8 @@ def disk(hooked, monkeypatch) -> Disk:
         save(tensors, target, *args, **keywords)
 
     monkeypatch.setattr(torch, "save", seen)
-    monkeypatch.setattr(os, "fsync", lambda number: None)  # 10 ms each; a kill of the process loses no page
+    # 10 ms each; a kill of the process loses no page
+    monkeypatch.setattr(os, "fsync", lambda number: None)
     return hooked
 
 
@@ -144,7 +151,9 @@ def names(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("limit", [1, 2])
 @pytest.mark.fault("34")
-def test_a_run_killed_at_any_moment_of_saving_resumes_from_a_whole_checkpoint(tmp_path, disk, limit):
+def test_a_run_killed_at_any_moment_of_saving_resumes_from_a_whole_checkpoint(
+    tmp_path, disk, limit
+):
     trainer = Saving(tmp_path / "whole", save_total_limit=limit)
     expected = names(trainer.save(1))
     trainer.save(2)
@@ -162,17 +171,26 @@ def test_a_run_killed_at_any_moment_of_saving_resumes_from_a_whole_checkpoint(tm
         found = trainer.last()
         assert found is not None, f"nothing is whole after a kill before {log[moment - 1]}"
         step = int(found.name.removeprefix("checkpoint-"))
-        assert step in (2, 3) and names(found) == expected, f"{found} after a kill before {log[moment - 1]}"
+        assert step in (2, 3) and names(found) == expected, (
+            f"{found} after a kill before {log[moment - 1]}"
+        )
         assert load_file(found / "model.safetensors")["weight"].tolist() == [step] * 4
-        assert torch.load(found / "optimizer.pt", weights_only=True).keys() == {"state", "param_groups"}
+        assert torch.load(found / "optimizer.pt", weights_only=True).keys() == {
+            "state",
+            "param_groups",
+        }
         trainer.save(3)
         assert trainer.last().name == "checkpoint-3"
-        assert len(list(folder.glob("checkpoint-*"))) == limit and not list(folder.rglob("deleting-*"))
+        assert len(list(folder.glob("checkpoint-*"))) == limit and not list(
+            folder.rglob("deleting-*")
+        )
         shutil.rmtree(folder)
 
 
 @pytest.mark.nightly  # the end of training; the moments of a save decide
-def test_a_run_killed_while_its_last_checkpoint_gives_way_to_the_best_one_resumes_from_a_whole_one(tmp_path, disk):
+def test_a_run_killed_while_its_last_checkpoint_gives_way_to_the_best_one_resumes_from_a_whole_one(
+    tmp_path, disk
+):
     """With `save_total_limit=1` transformers deletes all but the best checkpoint at the end of training."""
     trainer = Saving(tmp_path / "whole", save_total_limit=1)
     expected = names(finished(trainer))
@@ -235,7 +253,9 @@ def folders_with(tmp_path: Path, times: dict[int, float]) -> Path:
 ], ids=["in order", "a second run", "no times"])  # fmt: skip
 @pytest.mark.parametrize("limit", [1, 2, 3, 5])
 @pytest.mark.parametrize("best", [None, 1, 2])
-def test_the_checkpoints_that_stay_are_those_that_transformers_would_keep(tmp_path, times, limit, best):
+def test_the_checkpoints_that_stay_are_those_that_transformers_would_keep(
+    tmp_path, times, limit, best
+):
     newest = list(times)[-1]
     kept = []
     for who in ("transformers", "ours"):
@@ -265,7 +285,9 @@ def test_the_old_checkpoint_stays_until_no_rank_marks_the_new_one_as_unfinished(
     seen = []
 
     def meet():
-        seen.append((any(markers.iterdir()), sorted(path.name for path in tmp_path.glob("checkpoint-*"))))
+        seen.append(
+            (any(markers.iterdir()), sorted(path.name for path in tmp_path.glob("checkpoint-*")))
+        )
         if len(seen) == 3:  # two inside the save: before and after the record of the files
             raise ConnectionError("the other rank is gone")
 
@@ -322,24 +344,43 @@ def test_every_file_and_folder_is_on_disk_before_the_checkpoint_counts(tmp_path,
     synced, trainer = [], Saving(tmp_path, save_total_limit=1)
     trainer.save(1)
     monkeypatch.setattr(
-        os, "fsync", lambda number: synced.append((os.readlink(f"/proc/self/fd/{number}"), disk.count))
+        os,
+        "fsync",
+        lambda number: synced.append((os.readlink(f"/proc/self/fd/{number}"), disk.count)),
     )
     with disk.killing(None):
         folder = trainer.save(2)
-    (unmarked,) = [i for i, what in enumerate(disk.log) if what.endswith("saving/checkpoint-2.rank0") and i > 2]
+    (unmarked,) = [
+        i for i, what in enumerate(disk.log) if what.endswith("saving/checkpoint-2.rank0") and i > 2
+    ]
     (renamed,) = [i for i, what in enumerate(disk.log) if what.endswith("checkpoint-1")]
-    ours = ("latest", "multinode.json")  # the record of all files follows them, and is synced by itself
-    last_write = max(i for i, what in enumerate(disk.log) if i < unmarked and not any(name in what for name in ours))
+    # the record of all files follows them, and is synced by itself
+    ours = (
+        "latest",
+        "multinode.json",
+    )
+    last_write = max(
+        i
+        for i, what in enumerate(disk.log)
+        if i < unmarked and not any(name in what for name in ours)
+    )
     before = {path for path, count in synced if last_write < count <= unmarked}
-    wanted = {str(path) for path in (*folder.rglob("*"), folder, tmp_path)} - {str(folder / "multinode.json")}
+    wanted = {str(path) for path in (*folder.rglob("*"), folder, tmp_path)} - {
+        str(folder / "multinode.json")
+    }
     assert len(wanted) >= 9 and wanted <= before
     (recorded,) = [
-        i for i, what in enumerate(disk.log) if "os.rename" in what and "multinode.json" in what and i > last_write
+        i
+        for i, what in enumerate(disk.log)
+        if "os.rename" in what and "multinode.json" in what and i > last_write
     ]
-    assert {(f"{folder}/multinode.json.rank0", recorded), (str(folder), recorded + 1)} <= set(synced)
+    assert {(f"{folder}/multinode.json.rank0", recorded), (str(folder), recorded + 1)} <= set(
+        synced
+    )
     markers = str(tmp_path / "_multinode" / "saving")
     assert (markers, 2) in synced  # the marker, before the folder exists
-    assert any(path == markers and unmarked < count <= renamed for path, count in synced)  # its end, before a deletion
+    # its end, before a deletion
+    assert any(path == markers and unmarked < count <= renamed for path, count in synced)
     assert (str(tmp_path), renamed + 1) in synced  # the new name, before the first file goes
 
 
@@ -376,7 +417,9 @@ def test_a_push_that_failed_leaves_the_next_checkpoint_finished_and_the_old_one_
     """The push of checkpoint 1 fails in the background; with `hub_push_must_succeed` checkpoint 2 raises its error."""
     monkeypatch.setattr(transformers_hub, "_hf_api", HfApi(endpoint=loopback_hub.endpoint))
     monkeypatch.setattr(pushing, "WAITS_S", (0.01,))
-    trainer = Saving(tmp_path / "run", tiny_qwen2(), push_to_hub=True, hub_token="hf_x", save_total_limit=1)  # noqa: S106
+    trainer = Saving(
+        tmp_path / "run", tiny_qwen2(), push_to_hub=True, hub_token="hf_x", save_total_limit=1
+    )
     loopback_hub.fail(401, times=1, on="/commit/")
     trainer.save(1)
     trainer.push_in_progress.wait_until_done()
@@ -385,5 +428,6 @@ def test_a_push_that_failed_leaves_the_next_checkpoint_finished_and_the_old_one_
     assert trainer.last().name == "checkpoint-2" and (tmp_path / "run" / "checkpoint-1").is_dir()
     assert loopback_hub.commits == []
     assert trainer.save(3) == trainer.last() and not (tmp_path / "run" / "checkpoint-1").exists()
-    assert all(job.result(60) for job in trainer.push_in_progress.jobs)  # raises the reason of a push that failed
+    # raises the reason of a push that failed
+    assert all(job.result(60) for job in trainer.push_in_progress.jobs)
     assert loopback_hub.commits == ["Training in progress, step 3"]

@@ -47,7 +47,15 @@ def with_reference(model):
         lambda: lora(modules_to_save=["lm_head"]),
         lambda: with_reference(lora()),
     ],
-    ids=["tied", "untied", "bfloat16", "experts", "adapter", "adapter and a module", "adapter and TRL's reference"],
+    ids=[
+        "tied",
+        "untied",
+        "bfloat16",
+        "experts",
+        "adapter",
+        "adapter and a module",
+        "adapter and TRL's reference",
+    ],
 )
 def test_what_save_pretrained_writes_is_the_model(build, tmp_path):
     model = build()
@@ -196,7 +204,8 @@ def test_a_sharded_model_still_knows_what_its_file_must_hold(saved):
     model, folder = saved
     shard(model)
     check_saved(folder, model)
-    change(folder, lambda tensors: tensors.update({KEY: torch.empty(0)}))  # the accident: a shard saved as it is
+    # the accident: a shard saved as it is
+    change(folder, lambda tensors: tensors.update({KEY: torch.empty(0)}))
     assert "1 of 26" in message(folder, model)
 
 

@@ -39,7 +39,10 @@ def test_a_killed_owner_leaves_neither_the_template_nor_a_fork_nor_its_child(tmp
 
     monkeypatch.setitem(template.PROGRAMS, "launcher", launcher)
     with forked(own, 1, tmp_path) as (owner,):
-        processes = [psutil.Process(int(pid)) for pid in until(lambda: pids.exists() and pids.read_text()).split()]
+        processes = [
+            psutil.Process(int(pid))
+            for pid in until(lambda: pids.exists() and pids.read_text()).split()
+        ]
         assert len(processes) == 3 and all(map(is_alive, processes))
         os.kill(owner.process.pid, signal.SIGKILL)
         _, left = psutil.wait_procs(processes, HANG_S)

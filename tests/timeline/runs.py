@@ -27,12 +27,22 @@ def rank_lines(rank: int, attempt: int = 1, begin: float = BEGIN) -> list[dict]:
         found += [{"phase": name, "start": at + after, "seconds": each, "total": each, "step": step} | fixed
                   for name, after, each in inner if each]  # fmt: skip
         own = 9.0 - sum(each for _, _, each in inner)
-        found.append({"phase": "train", "start": at, "seconds": own, "total": 9.0, "step": step} | fixed)
-    evaluation = {"phase": "generate", "start": begin + 40, "seconds": 3.0, "total": 3.0, "step": STEPS - 1}
+        found.append(
+            {"phase": "train", "start": at, "seconds": own, "total": 9.0, "step": step} | fixed
+        )
+    evaluation = {
+        "phase": "generate",
+        "start": begin + 40,
+        "seconds": 3.0,
+        "total": 3.0,
+        "step": STEPS - 1,
+    }
     return [*found, evaluation | fixed | {"evaluation": True}]
 
 
-def engine_lines(node: int, attempt: int = 1, begin: float = BEGIN, in_flight: bool = False) -> list[dict]:
+def engine_lines(
+    node: int, attempt: int = 1, begin: float = BEGIN, in_flight: bool = False
+) -> list[dict]:
     """Return the lines of a node's engine: it generates while the ranks train, and node 1's is lost in step 3."""
     fixed = {"node": node, "engine": 0, "attempt": attempt, "process": 0}
     begin += AHEAD_S * node
@@ -41,7 +51,9 @@ def engine_lines(node: int, attempt: int = 1, begin: float = BEGIN, in_flight: b
         at = begin + 10 * step
         rows = 6 if in_flight and step else 0
         found.append({"phase": "sync", "start": at + 0.5, "rows": rows, "update": step + 1} | fixed)
-        found.append({"phase": "generate", "start": at + 1.5, "rows": 8, "update": step + 1} | fixed)
+        found.append(
+            {"phase": "generate", "start": at + 1.5, "rows": 8, "update": step + 1} | fixed
+        )
         if node == 1 and step == 2:
             found.append({"phase": "lost", "start": at + 3, "cause": "killed by SIGKILL"} | fixed)
             fixed = fixed | {"process": 1}
@@ -66,10 +78,18 @@ def write_run(folder: Path, failed: bool = False, in_flight: bool = False) -> Pa
     for rank in range(4):
         write_lines(own / "phases" / f"rank{rank}.jsonl", rank_lines(rank))
     for node in range(2):
-        write_lines(own / "phases" / f"node{node}_engine0.jsonl", engine_lines(node, in_flight=in_flight))
+        write_lines(
+            own / "phases" / f"node{node}_engine0.jsonl", engine_lines(node, in_flight=in_flight)
+        )
         ending = {"code": 6, "cause": FATAL, "phase": "reward", "step": 4, "checkpoint": "out/checkpoint-3",
                   "continues": True, "node": node, "time": "2026-01-02T03:04:05Z"}  # fmt: skip
-        good = ending | {"code": 0, "cause": "", "phase": "end", "checkpoint": None, "continues": False}
+        good = ending | {
+            "code": 0,
+            "cause": "",
+            "phase": "end",
+            "checkpoint": None,
+            "continues": False,
+        }
         write_lines(own / f"ending-node{node}.json", [ending if failed else good])
     write_lines(own / "log.jsonl", logs())
     settings = {

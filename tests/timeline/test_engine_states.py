@@ -74,7 +74,9 @@ async def story(server: EngineServer, backend: Swapping, in_flight: bool) -> Non
         await send(CommitUpdate())
 
     await swap(1)
-    rows = Generate(prompt=pack_ids([5]), num_completions=4, max_tokens=1, sampling={}, min_update=1)
+    rows = Generate(
+        prompt=pack_ids([5]), num_completions=4, max_tokens=1, sampling={}, min_update=1
+    )
     generating = asyncio.create_task(send(rows))
     await backend.running.wait()
     swapping = asyncio.create_task(swap(2))
@@ -91,19 +93,41 @@ async def story(server: EngineServer, backend: Swapping, in_flight: bool) -> Non
 @pytest.mark.parametrize(
     ("in_flight", "expected"),
     [
-        (False, [("sync", 0, 1), ("idle", 0, 1), ("generate", 4, 1), ("idle", 0, 1), ("sync", 0, 2), ("idle", 0, 2)]),
+        (
+            False,
+            [
+                ("sync", 0, 1),
+                ("idle", 0, 1),
+                ("generate", 4, 1),
+                ("idle", 0, 1),
+                ("sync", 0, 2),
+                ("idle", 0, 2),
+            ],
+        ),
         (
             True,
-            [("sync", 0, 1), ("idle", 0, 1), ("generate", 4, 1), ("sync", 4, 2), ("generate", 4, 2), ("idle", 0, 2)],
+            [
+                ("sync", 0, 1),
+                ("idle", 0, 1),
+                ("generate", 4, 1),
+                ("sync", 4, 2),
+                ("generate", 4, 2),
+                ("idle", 0, 2),
+            ],
         ),
     ],
     ids=["drain", "in flight"],
 )
-def test_an_update_in_flight_has_its_frozen_rows_and_one_that_drains_has_none(tmp_path, in_flight, expected):
+def test_an_update_in_flight_has_its_frozen_rows_and_one_that_drains_has_none(
+    tmp_path, in_flight, expected
+):
     async def run():
         backend = Swapping()
         await asyncio.wait_for(
-            story(EngineServer(SimpleNamespace(), backend, states_in(tmp_path)), backend, in_flight), HANG_S
+            story(
+                EngineServer(SimpleNamespace(), backend, states_in(tmp_path)), backend, in_flight
+            ),
+            HANG_S,
         )
 
     asyncio.run(run())
@@ -142,7 +166,13 @@ def test_a_full_disk_costs_one_line_of_the_log_and_no_engine(capsys):
 
 def test_the_owner_records_the_loss_of_a_process_that_cannot(tmp_path):
     process = object.__new__(EngineProcess)
-    process._spec = EngineSpec(1, "", 0, {}, state_path=str(tmp_path / "states.jsonl"), node=3, attempt=2)
+    process._spec = EngineSpec(
+        1, "", 0, {}, state_path=str(tmp_path / "states.jsonl"), node=3, attempt=2
+    )
     process.record_loss("killed by SIGKILL")
     (line,) = [json.loads(line) for line in (tmp_path / "states.jsonl").read_text().splitlines()]
-    assert (line["phase"], line["cause"], line["process"]) == ("lost", "killed by SIGKILL", 0) and line["start"] > 1e9
+    assert (line["phase"], line["cause"], line["process"]) == (
+        "lost",
+        "killed by SIGKILL",
+        0,
+    ) and line["start"] > 1e9

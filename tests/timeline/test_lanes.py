@@ -23,7 +23,9 @@ def clock(monkeypatch):
         clock.wall += seconds
 
     clock.pass_ = pass_
-    fake = SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: clock.wall, monotonic=lambda: clock.now)
+    fake = SimpleNamespace(
+        perf_counter=lambda: clock.now, time=lambda: clock.wall, monotonic=lambda: clock.now
+    )
     monkeypatch.setattr(phases_module, "time", fake)
     return clock
 
@@ -44,7 +46,11 @@ def live(phases: Phases, clock, chance: random.Random, depth: int = 0, jumps: bo
 def overlaps(lane: Lane) -> list:
     pieces = lane.pieces()
     assert all(piece.end >= piece.start for piece in pieces)
-    return [(one, next_) for one, next_ in zip(pieces, pieces[1:], strict=False) if one.end > next_.start + 1e-9]
+    return [
+        (one, next_)
+        for one, next_ in zip(pieces, pieces[1:], strict=False)
+        if one.end > next_.start + 1e-9
+    ]
 
 
 @pytest.mark.parametrize("jumps", [False, True])
@@ -75,8 +81,17 @@ def test_a_phase_is_a_piece_before_and_one_after_the_phase_inside_it(clock, tmp_
     with phases("sync"):
         clock.pass_(1)
     (lane,) = read_run([tmp_path]).lanes
-    found = [(piece.phase, round(piece.start - 1e9, 3), round(piece.end - 1e9, 3)) for piece in lane.pieces()]
-    assert found == [("train", 0, 1), ("generate", 1, 3), ("wait", 3, 7), ("train", 7, 15), ("sync", 20, 21)]
+    found = [
+        (piece.phase, round(piece.start - 1e9, 3), round(piece.end - 1e9, 3))
+        for piece in lane.pieces()
+    ]
+    assert found == [
+        ("train", 0, 1),
+        ("generate", 1, 3),
+        ("wait", 3, 7),
+        ("train", 7, 15),
+        ("sync", 20, 21),
+    ]
     assert [span.depth for span in lane.spans] == [0, 1, 2, 0]
 
 
@@ -100,10 +115,17 @@ def test_a_state_lasts_until_the_next_one_and_rows_do_not_divide_it():
 
 def test_weights_that_replace_those_of_running_rows_are_a_swap_and_others_are_not():
     lane = engine_lane(
-        0, 0, states(("sync", 1, 0, 1), ("generate", 2, 8, 1), ("sync", 5, 6, 2), ("generate", 6, 6, 2)), 9
+        0,
+        0,
+        states(("sync", 1, 0, 1), ("generate", 2, 8, 1), ("sync", 5, 6, 2), ("generate", 6, 6, 2)),
+        9,
     )
     assert [(mark.kind, mark.at) for mark in lane.marks] == [("swap", 5)]
-    assert "2" in lane.marks[0].text and "6 rows" in lane.marks[0].text and "6 rows" in lane.spans[2].note
+    assert (
+        "2" in lane.marks[0].text
+        and "6 rows" in lane.marks[0].text
+        and "6 rows" in lane.spans[2].note
+    )
     assert lane.spans[-1].end == 9
 
 
@@ -114,8 +136,13 @@ def test_a_lost_engine_does_nothing_until_its_next_process_starts():
     ]  # fmt: skip
     lane = engine_lane(1, 0, lines, 10)
     assert lane.seconds() == {"generate": 3, "start": 2, "sync": 1}
-    assert [(mark.kind, mark.text) for mark in lane.marks] == [("lost", "killed by SIGKILL"), ("restart", "restart 1")]
-    set_back = engine_lane(0, 0, states(("generate", 10, 1, 1), ("sync", 7, 0, 2), ("generate", 12, 1, 2)), 13)
+    assert [(mark.kind, mark.text) for mark in lane.marks] == [
+        ("lost", "killed by SIGKILL"),
+        ("restart", "restart 1"),
+    ]
+    set_back = engine_lane(
+        0, 0, states(("generate", 10, 1, 1), ("sync", 7, 0, 2), ("generate", 12, 1, 2)), 13
+    )
     assert not overlaps(set_back) and set_back.seconds() == {"sync": 2, "generate": 1}  # the clock
 
 
@@ -125,16 +152,35 @@ def test_a_lost_engine_does_nothing_until_its_next_process_starts():
 def test_a_part_keeps_whole_phases_of_its_steps_and_cuts_the_states_of_engines(tmp_path):
     folder = tmp_path / "_multinode" / "phases"
     folder.mkdir(parents=True)
-    lines = [{"phase": "set-up", "start": 0.0, "seconds": 9.0, "total": 9.0, "step": 0, "node": 0, "attempt": 1}]
+    lines = [
+        {
+            "phase": "set-up",
+            "start": 0.0,
+            "seconds": 9.0,
+            "total": 9.0,
+            "step": 0,
+            "node": 0,
+            "attempt": 1,
+        }
+    ]
     for step in range(4):
         at = 10.0 * (step + 1)
         lines += [
-            {"phase": "sync", "start": at + 1, "seconds": 2.0, "total": 2.0, "step": step, "node": 0},
+            {
+                "phase": "sync",
+                "start": at + 1,
+                "seconds": 2.0,
+                "total": 2.0,
+                "step": step,
+                "node": 0,
+            },
             {"phase": "train", "start": at, "seconds": 5.0, "total": 7.0, "step": step, "node": 0},
         ]
     (folder / "rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     engine = {"node": 0, "engine": 0, "rows": 3}
-    (folder / "node0_engine0.jsonl").write_text(json.dumps({"phase": "generate", "start": 12.0} | engine) + "\n")
+    (folder / "node0_engine0.jsonl").write_text(
+        json.dumps({"phase": "generate", "start": 12.0} | engine) + "\n"
+    )
     run = read_run([tmp_path])
     assert run.steps() == [1, 2, 3, 4] and run.begin == 0.0
     part = run.cut(range(2, 4))

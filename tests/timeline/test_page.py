@@ -16,8 +16,11 @@ from trl_multinode.tools.timeline.page import page_data
 from trl_multinode.tools.timeline.reading import read_run
 from trl_multinode.tools.timeline.table import phase_seconds
 
-pytestmark = pytest.mark.nightly  # what is drawn; test_reading.py and test_lanes.py have what it is drawn from
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+# what is drawn; test_reading.py and test_lanes.py have what it is drawn from
+pytestmark = pytest.mark.nightly
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 WIDTHS = {"desk": 1280, "phone": 390}
 # Counts what goes wrong from before the page's own scripts, then uses the page as a reader would.
 WATCH = """<script>
@@ -91,15 +94,23 @@ def test_the_page_of_a_failed_run_works_without_a_network_and_fits_its_window(tm
                  "killed by SIGKILL", "out/checkpoint-3", "1.16.0"):  # fmt: skip
         assert text in found["text"]
     first, all_, closer, *_, step = found["seen"]
-    assert all_ == "0 to 63 s" and closer == "15.75 to 47.25 s" and step == "30 to 40 s" and first == "20 to 63 s"
+    assert (
+        all_ == "0 to 63 s"
+        and closer == "15.75 to 47.25 s"
+        and step == "30 to 40 s"
+        and first == "20 to 63 s"
+    )
     assert any(re.match("step 2.*sync 1 s.*train", hint) for hint in found["hints"])
     assert any(re.match("node 0, rank 0, .*train .* s, step 2", hint) for hint in found["hints"])
 
 
 def test_nothing_in_the_page_is_loaded_from_elsewhere(tmp_path):
     text = written(write_run(tmp_path, failed=True))
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1]
-    assert json.loads(data)["endings"][0]["cause"] == FATAL  # a text of the run cannot end the page's script
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[
+        1
+    ]
+    # a text of the run cannot end the page's script
+    assert json.loads(data)["endings"][0]["cause"] == FATAL
     assert not re.findall(r"""(?:src|href)=["'](?!data:)|@import|url\(|fetch\(|https?://""", text)
     assert "default-src 'none'" in text and not re.findall(r"@(DATA|page\.\w+|\w+\.js)@", text)
 
@@ -112,16 +123,31 @@ def test_bars_are_the_seconds_of_the_table_and_metrics_those_of_the_log(tmp_path
         for place, phase in enumerate(STEP_PHASES):
             total = sum(step[place] for step in data["bars"]["nodes"][str(node)])
             assert total == pytest.approx(phase_seconds(ranks, phase), abs=0.01)
-    assert data["metrics"]["reward"] == [[1, 0.1], [2, 0.2], [3, 0.3], [4, 0.4]] and "note" not in data["metrics"]
-    again = [{"step": 2, "reward": 0.2}, {"step": 2, "reward": 0.9}, {"step": 3, "reward": float("nan")}]  # a resume
+    assert (
+        data["metrics"]["reward"] == [[1, 0.1], [2, 0.2], [3, 0.3], [4, 0.4]]
+        and "note" not in data["metrics"]
+    )
+    # a resume
+    again = [
+        {"step": 2, "reward": 0.2},
+        {"step": 2, "reward": 0.9},
+        {"step": 3, "reward": float("nan")},
+    ]
     assert page.metrics(again) == {"reward": [[2, 0.9]]}
-    assert sum(piece[1] for piece in data["timeline"]["lanes"][0]["pieces"]) == pytest.approx(15 + 9 * STEPS + 3)
+    assert sum(piece[1] for piece in data["timeline"]["lanes"][0]["pieces"]) == pytest.approx(
+        15 + 9 * STEPS + 3
+    )
 
 
 def test_the_timeline_of_a_long_run_has_its_last_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "MOST_PIECES", 90)
     data = page_data(read_run([write_run(tmp_path)]), range(1, STEPS + 1))
-    assert [step for step, _ in data["timeline"]["steps"]] == [3, 4] and data["bars"]["steps"] == [1, 2, 3, 4]
+    assert [step for step, _ in data["timeline"]["steps"]] == [3, 4] and data["bars"]["steps"] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_a_page_of_a_run_without_logs_settings_or_endings(tmp_path):

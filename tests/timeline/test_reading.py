@@ -16,7 +16,9 @@ def test_all_lanes_are_on_the_clock_of_node_0(tmp_path):
         (0, "rank 0"), (0, "rank 1"), (0, "engine 0"), (1, "rank 2"), (1, "rank 3"), (1, "engine 0"),
     ]  # fmt: skip
     trains = [
-        [span.start for span in lane.spans if span.phase == "train"] for lane in run.lanes if lane.kind == "rank"
+        [span.start for span in lane.spans if span.phase == "train"]
+        for lane in run.lanes
+        if lane.kind == "rank"
     ]
     assert trains == [[BEGIN + 10 * step for step in range(STEPS)]] * 4
     syncs = [[span.start for span in lane.spans if span.phase == "sync"] for lane in run.lanes]
@@ -40,11 +42,24 @@ def test_the_step_in_which_a_run_was_killed_is_shown(tmp_path):
     """Its outer phase has no line, because a killed rank does not leave it."""
     write_run(tmp_path)
     for rank in range(4):
-        lines = [line for line in rank_lines(rank) if line["phase"] != "train" or line["step"] < STEPS - 1]
+        lines = [
+            line
+            for line in rank_lines(rank)
+            if line["phase"] != "train" or line["step"] < STEPS - 1
+        ]
         write_lines(tmp_path / "_multinode" / "phases" / f"rank{rank}.jsonl", lines)
     run = read_run([tmp_path])
-    assert run.steps() == [1, 2, 3, 4] and run.starts[4] == BEGIN + 30.5 and run.starts[3] == BEGIN + 20
-    assert run.cut(range(4, 5)).lanes[0].seconds() == {"sync": 1.0, "wait": 1.0, "reward": 2.0, "generate": 3.0}
+    assert (
+        run.steps() == [1, 2, 3, 4]
+        and run.starts[4] == BEGIN + 30.5
+        and run.starts[3] == BEGIN + 20
+    )
+    assert run.cut(range(4, 5)).lanes[0].seconds() == {
+        "sync": 1.0,
+        "wait": 1.0,
+        "reward": 2.0,
+        "generate": 3.0,
+    }
 
 
 def write_two_attempts(folder, ranks) -> None:
@@ -53,13 +68,18 @@ def write_two_attempts(folder, ranks) -> None:
     for rank in ranks:
         lines = rank_lines(rank) + rank_lines(rank, attempt=2, begin=BEGIN + 500)
         write_lines(phases / f"rank{rank}.jsonl", lines)
-    write_lines(phases / "node0_engine0.jsonl", engine_lines(0) + engine_lines(0, attempt=2, begin=BEGIN + 500))
+    write_lines(
+        phases / "node0_engine0.jsonl",
+        engine_lines(0) + engine_lines(0, attempt=2, begin=BEGIN + 500),
+    )
 
 
 def test_the_last_attempt_is_shown_and_an_earlier_one_can_be_chosen(tmp_path):
     write_two_attempts(tmp_path, ranks=(0, 1, 2, 3))
     last, first = read_run([tmp_path]), read_run([tmp_path], attempt=1)
-    assert (last.attempt, last.attempts, last.begin) == (2, [1, 2], BEGIN + 480) and len(last.lanes) == 5
+    assert (last.attempt, last.attempts, last.begin) == (2, [1, 2], BEGIN + 480) and len(
+        last.lanes
+    ) == 5
     assert first.begin == BEGIN - 20 and len(first.lanes) == 6
     assert set(last.endings) == {0, 1} and not first.endings
     with pytest.raises(TimelineError, match=r"attempt 3 .*\[1, 2\]"):

@@ -20,7 +20,11 @@ def test_the_table_has_the_seconds_of_a_step_by_node(folder, capsys):
     assert main(["timeline", str(folder)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("2 nodes, 4 ranks, 2 engines, steps 1 to 4")
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in out.splitlines()
+        if line.startswith("│")
+    ]
     # the evaluation at the end is not of a step, as in the log; the engines generate 5.5 s of a step
     assert rows[0] == ["0", "1.00", "0.00", "2.00", "5.00", "1.00", "51 %", "0", "0"]
     assert rows[1][:6] == ["1", "1.00", "0.00", "2.00", "6.00", "0.00"] and rows[1][-1] == "1"
@@ -34,7 +38,9 @@ def test_the_table_has_the_seconds_of_a_step_by_node(folder, capsys):
 
 def events(folder, *arguments) -> list[dict]:
     assert main(["timeline", str(folder), *arguments]) == 0
-    return json.loads((folder / "_multinode" / "timeline" / "timeline.json").read_text())["traceEvents"]
+    return json.loads((folder / "_multinode" / "timeline" / "timeline.json").read_text())[
+        "traceEvents"
+    ]
 
 
 def by_thread(found: list[dict]) -> dict[tuple[int, int], list[dict]]:
@@ -50,7 +56,10 @@ def test_spans_of_a_trace_nest_and_never_overlap(tmp_path, in_flight):
     """Perfetto drops a span that begins inside another one and ends after it."""
     threads = by_thread(events(write_run(tmp_path, in_flight=in_flight)))
     assert len(threads) == 4 + 2 + 1
-    assert sum(event["dur"] for event in threads[1, 2] if event["name"] == "train") == STEPS * 9_000_000
+    assert (
+        sum(event["dur"] for event in threads[1, 2] if event["name"] == "train")
+        == STEPS * 9_000_000
+    )
     for spans in threads.values():
         ends: list[int] = []
         for span in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
@@ -62,8 +71,16 @@ def test_spans_of_a_trace_nest_and_never_overlap(tmp_path, in_flight):
 
 def test_a_trace_names_lanes_and_marks_and_counts_rows(folder):
     found = events(folder)
-    names = {event["args"]["name"] for event in found if event["name"] in ("process_name", "thread_name")}
-    assert names == {"node 0", "node 1", "optimizer steps", *(f"rank {i}" for i in range(4)), "engine 0"}
+    names = {
+        event["args"]["name"] for event in found if event["name"] in ("process_name", "thread_name")
+    }
+    assert names == {
+        "node 0",
+        "node 1",
+        "optimizer steps",
+        *(f"rank {i}" for i in range(4)),
+        "engine 0",
+    }
     assert [(event["name"], event["args"]["what"]) for event in found if event["ph"] == "i"] == [
         ("lost", "killed by SIGKILL"), ("restart", "restart 1"),
     ]  # fmt: skip
@@ -75,7 +92,9 @@ def test_a_trace_of_some_steps_and_nodes(folder):
     found = events(folder, "--steps", "2:3", "--nodes", "1")
     assert {event["pid"] for event in found if event["ph"] == "X"} == {1, 1_000_000}
     assert {event["args"]["step"] for event in found if "step" in event.get("args", {})} == {2, 3}
-    assert {event["name"] for event in found if event["pid"] == 1_000_000 and event["ph"] == "X"} == {
+    assert {
+        event["name"] for event in found if event["pid"] == 1_000_000 and event["ph"] == "X"
+    } == {
         "step 2",
         "step 3",
     }

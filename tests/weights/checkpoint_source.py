@@ -18,7 +18,10 @@ class CheckpointSource(WeightSource):
         self._state = state
 
     def metadata(self):
-        return [WeightMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._state.items()]
+        return [
+            WeightMeta(name, tensor.dtype, tuple(tensor.shape))
+            for name, tensor in self._state.items()
+        ]
 
     def check(self, weights, step, frozen):
         named = [(meta.name, self._state[meta.name], meta.dtype) for meta in weights]

@@ -48,13 +48,19 @@ class Merged(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         linears = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(40)])
-        self.layers = get_peft_model(linears, LoraConfig(r=2, target_modules=r"\d+")).get_base_model()
+        self.layers = get_peft_model(
+            linears, LoraConfig(r=2, target_modules=r"\d+")
+        ).get_base_model()
         for layer in self.layers:
             weight = layer.base_layer.weight.detach()
             piece = weight.flatten().chunk(world)[rank].clone()
             piece.ds_numel, piece.final_location = piece.numel(), None
             sharded = layer.base_layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-            sharded.ds_tensor, sharded.ds_numel, sharded.ds_shape = piece, weight.numel(), weight.shape
+            sharded.ds_tensor, sharded.ds_numel, sharded.ds_shape = (
+                piece,
+                weight.numel(),
+                weight.shape,
+            )
 
 
 class Reader(Keeper):

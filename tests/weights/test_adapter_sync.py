@@ -82,7 +82,10 @@ def test_an_adapter_or_a_base_that_was_merged_or_changed_after_the_start_is_told
     with model.disable_adapter(), source.gathering(bucket) as finish:
         a, b = finish()
         assert a.data.abs().max() > 0 and b.data.abs().max() == 0
-    for change in (lambda model: model.model.model.norm.weight.requires_grad_(True), lambda model: model.unload()):
+    for change in (
+        lambda model: model.model.model.norm.weight.requires_grad_(True),
+        lambda model: model.unload(),
+    ):
         model = adapted()
         source = AdapterSource(model.get_base_model(), torch.float32)
         change(model)
@@ -139,12 +142,23 @@ def test_float32_is_not_served_on_a_gpu_and_a_bias_that_no_sync_would_send_is_re
     assert "float32" in (adapter_obstacle(model, torch.float32, on_gpu=True) or "")
     assert adapter_obstacle(model, torch.bfloat16, on_gpu=True) is None
     with refused("peft_config", got=["lora_bias"]):
-        adapter_obstacle(adapted(targets=["q_proj"], lora_bias=True).get_base_model(), torch.float32, on_gpu=False)
+        adapter_obstacle(
+            adapted(targets=["q_proj"], lora_bias=True).get_base_model(),
+            torch.float32,
+            on_gpu=False,
+        )
 
 
 def test_ranks_are_rounded_up_to_what_vllm_takes():
     assert lora_rank(adapted(r=12, rank_pattern={"q_proj": 17}).get_base_model()) == 17
-    assert [lora_arguments(rank)["max_lora_rank"] for rank in (1, 4, 8, 12, 17, 512)] == [1, 8, 8, 16, 32, 512]
+    assert [lora_arguments(rank)["max_lora_rank"] for rank in (1, 4, 8, 12, 17, 512)] == [
+        1,
+        8,
+        8,
+        16,
+        32,
+        512,
+    ]
     assert lora_arguments(0) == {}
 
 
@@ -163,7 +177,9 @@ def test_auto_falls_back_with_a_reason_and_adapter_refuses(tmp_path):
     with refused("lora_sync", "'merged'", got="adapter"):
         decide("adapter", bad)
     with refused("lora_sync", got="always"):
-        MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, lora_sync="always")
+        MultiNodeGRPOConfig(
+            str(tmp_path), use_cpu=True, bf16=False, num_generations=2, lora_sync="always"
+        )
 
 
 @pytest.mark.parametrize("other_node_serves", [True, False])
@@ -207,8 +223,16 @@ class Run:
     scope="module",
     params=[
         pytest.param((FAKE, True, {}), id="fake-lora"),
-        pytest.param((FORKED, False, {"r": 12, "use_rslora": True}), id="vllm-rslora", marks=pytest.mark.engine),
-        pytest.param((FORKED, True, {}, 2), id="vllm-lora-tp2", marks=[pytest.mark.engine, pytest.mark.nightly]),
+        pytest.param(
+            (FORKED, False, {"r": 12, "use_rslora": True}),
+            id="vllm-rslora",
+            marks=pytest.mark.engine,
+        ),
+        pytest.param(
+            (FORKED, True, {}, 2),
+            id="vllm-lora-tp2",
+            marks=[pytest.mark.engine, pytest.mark.nightly],
+        ),
     ],
 )
 def run(request, tmp_path_factory):
@@ -221,7 +245,9 @@ def run(request, tmp_path_factory):
     lora = lora_arguments(lora_rank(base))
     if request.param[0] != FAKE:
         lora["logits_processors"] = [f"{multinode_kit.__name__}.logits_processor:SlowTokens"]
-    with running_engines(base, logs, module, tensor_parallel_size=workers, max_model_len=1024, **lora) as engines:
+    with running_engines(
+        base, logs, module, tensor_parallel_size=workers, max_model_len=1024, **lora
+    ) as engines:
         yield Run(model, SyncDriver(base, engines, source=AdapterSource(base, torch.float32)))
 
 
@@ -237,7 +263,9 @@ def test_log_probs_agree_after_sync_and_disagree_before(run, syncs):
     run.send_until(syncs - 1)
     if run.trainer.version.update:
         move_adapter(run.model)
-        assert run.difference() > 0.1, "the adapter did not move enough for this test to mean anything"
+        assert run.difference() > 0.1, (
+            "the adapter did not move enough for this test to mean anything"
+        )
     run.send_until(syncs)
     assert run.difference() < 1e-3
     assert run.from_base() > 0.1
@@ -269,7 +297,9 @@ def test_a_disabled_adapter_is_the_base(run):
 def test_running_rows_continue_with_the_new_adapter(run, recompute_kv):
     run.send_until(21)
     run.trainer.send()
-    found = generate_while_sending(run.trainer, recompute_kv, change=lambda: move_adapter(run.model))
+    found = generate_while_sending(
+        run.trainer, recompute_kv, change=lambda: move_adapter(run.model)
+    )
     assert found.mixed_share > 0.3
     assert found.difference(recomputed=recompute_kv) < LORA_LIMIT
     assert found.difference(recomputed=not recompute_kv) > 1e-3
@@ -294,7 +324,9 @@ def test_running_rows_continue_with_new_weights_below_the_adapter(run, monkeypat
     kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     run.trainer.send()
     monkeypatch.setattr(run.trainer, "send", send_all)
-    found = generate_while_sending(run.trainer, recompute_kv=True, change=lambda: move_all(run.model))
+    found = generate_while_sending(
+        run.trainer, recompute_kv=True, change=lambda: move_all(run.model)
+    )
     assert found.mixed_share > 0.3
     assert found.difference(recomputed=True) < LORA_LIMIT
     assert found.difference(recomputed=False) > 1e-3
@@ -305,7 +337,9 @@ def test_running_rows_continue_with_new_weights_below_the_adapter(run, monkeypat
 @pytest.mark.nightly  # as of whole weights in test_conformance.py
 def test_a_request_after_a_swap_in_flight_reads_no_cache_of_an_older_adapter(run):
     run.trainer.send()
-    assert max(differences_with_a_cached_prefix(run.trainer, lambda: move_adapter(run.model))) < 1e-3
+    assert (
+        max(differences_with_a_cached_prefix(run.trainer, lambda: move_adapter(run.model))) < 1e-3
+    )
 
 
 def test_a_lost_load_is_a_wrong_version_and_a_lie_shows_in_log_probs(run):
@@ -342,7 +376,8 @@ def test_half_an_adapter_makes_the_engine_refuse(run):
         engines[0].ask(CommitUpdate())
     with pytest.raises(WeightSyncError, match="mixed weights"):
         run.difference()
-    with pytest.raises(WeightSyncError, match="before a full update"):  # nor does another adapter make it whole
+    # nor does another adapter make it whole
+    with pytest.raises(WeightSyncError, match="before a full update"):
         run.trainer.send()
 
 
@@ -350,9 +385,17 @@ def test_half_an_adapter_makes_the_engine_refuse(run):
 @pytest.mark.engine
 def test_an_architecture_without_lora_in_vllm_is_said_and_served_merged(tmp_path):
     config = GPT2Config(
-        vocab_size=300, n_positions=256, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1
+        vocab_size=300,
+        n_positions=256,
+        n_embd=64,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=1,
     )
-    model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=4, target_modules=["c_proj"]))
+    model = get_peft_model(
+        AutoModelForCausalLM.from_config(config), LoraConfig(r=4, target_modules=["c_proj"])
+    )
     move_adapter(model, 0.5)
     base = model.get_base_model().eval()
     with running_engines(base, tmp_path, FORKED, **lora_arguments(4)) as engines:

@@ -40,7 +40,9 @@ def source_of(dtype=torch.float32, sent_as=torch.float32):
     return model.get_parameter(DOWN), ModuleSource(model, sent_as)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_the_weight_and_the_step_are_named(value, dtype):
     weight, source = source_of(dtype, sent_as=dtype)
@@ -99,7 +101,10 @@ def test_adapters_are_checked_whether_they_are_sent_or_merged(kind):
     check(source)
     with torch.no_grad():
         base.model.layers[0].self_attn.q_proj.lora_B["default"].weight[0, 0] = NAN
-    with pytest.raises(WeightsNotFiniteError, match=r"layers\.0\.self_attn\.q_proj\.lora_B\.(default\.)?weight .*nan"):
+    with pytest.raises(
+        WeightsNotFiniteError,
+        match=r"layers\.0\.self_attn\.q_proj\.lora_B\.(default\.)?weight .*nan",
+    ):
         check(source)
 
 
@@ -112,7 +117,10 @@ def test_no_engine_of_any_node_loads_a_bucket_if_one_shard_of_one_rank_has_a_nan
         if rank % 2:
             return two_updates(model, None, rank)
         with serving(keeper := Keeper(), folder=tmp_path / str(rank)) as engines:
-            return [*two_updates(model, engines, rank), sorted({update for update, _ in keeper.loaded})]
+            return [
+                *two_updates(model, engines, rank),
+                sorted({update for update, _ in keeper.loaded}),
+            ]
 
     def two_updates(model: Sharded, engines, rank: int) -> list:
         sync = WeightSync(ModuleSource(model, torch.bfloat16, ShardGather(2, CPU)), engines, 700)
@@ -123,7 +131,8 @@ def test_no_engine_of_any_node_loads_a_bucket_if_one_shard_of_one_rank_has_a_nan
             model.even.ds_tensor[2] = NAN
         try:
             sync.run(WeightVersion(2, 2))
-        except WeightsNotFiniteError as error:  # the rank leaves, as under the watchdog, and the others notice
+        # the rank leaves, as under the watchdog, and the others notice
+        except WeightsNotFiniteError as error:
             return [str(error)[:25]]
         except RuntimeError as error:
             return [type(error).__name__]
@@ -138,7 +147,9 @@ def test_no_engine_of_any_node_loads_a_bucket_if_one_shard_of_one_rank_has_a_nan
 @pytest.mark.zero3
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero3"])
 @pytest.mark.fault("9")
-def test_the_rank_that_holds_the_nan_finds_it_before_a_sync_and_before_a_save(kind, tmp_path, monkeypatch):
+def test_the_rank_that_holds_the_nan_finds_it_before_a_sync_and_before_a_save(
+    kind, tmp_path, monkeypatch
+):
     for name, value in {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)  # DeepSpeed reads them
 
@@ -147,7 +158,9 @@ def test_the_rank_that_holds_the_nan_finds_it_before_a_sync_and_before_a_save(ki
         source = ModuleSource(model, torch.float32, ShardGather(2, CPU))
         _, step = prepare(kind, model)
         step(torch.randint(2, 300, (1, 32)))
-        topology = Topology(rank, 2, local_rank=rank, ranks_per_node=2, node=0, num_nodes=1, launched=True)
+        topology = Topology(
+            rank, 2, local_rank=rank, ranks_per_node=2, node=0, num_nodes=1, launched=True
+        )
         updates = Updates.__new__(Updates)
         updates._rank = SimpleNamespace(topology=topology, step=lambda: 1)
         before = [outcome(lambda: check(source)), outcome(lambda: updates.check_before_save(model))]
@@ -179,7 +192,11 @@ def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
     assert unchecked(model) is None
 
     def shard(parameter, elements: int = 4, location: str | None = None):
-        parameter.ds_tensor, parameter.ds_numel, parameter.ds_shape = torch.zeros(elements), 16, (2, 8)
+        parameter.ds_tensor, parameter.ds_numel, parameter.ds_shape = (
+            torch.zeros(elements),
+            16,
+            (2, 8),
+        )
         parameter.ds_tensor.ds_numel = elements
         parameter.ds_tensor.final_location = location and SimpleNamespace(name=location)
         return parameter
@@ -214,7 +231,9 @@ def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
 def test_save_model_writes_nothing_and_so_no_push_has_a_file(monkeypatch):
     """`push_to_hub` and every checkpoint call it."""
     written = []
-    monkeypatch.setattr(transformers.Trainer, "save_model", lambda self, *_, **__: written.append(self))
+    monkeypatch.setattr(
+        transformers.Trainer, "save_model", lambda self, *_, **__: written.append(self)
+    )
     trainer = NodeTrainer.__new__(NodeTrainer)
     updates = Updates.__new__(Updates)
     updates._rank = SimpleNamespace(topology=Topology.from_environment({}), step=lambda: 5)

@@ -43,7 +43,9 @@ def test_a_copy_has_the_last_sent_weights_whole(source_class, dtype, transport, 
     """With an adapter of its own only the first update sends the base, and the copy keeps it from there."""
     model, lines = tiny_qwen2(), []
     if source_class is not ModuleSource:
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"])).get_base_model()
+        model = get_peft_model(
+            model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+        ).get_base_model()
     source = source_class(model, dtype)
     running, again = Keeper(), Keeper()
     with serving(running, again, folder=tmp_path) as engines:
@@ -54,13 +56,17 @@ def test_a_copy_has_the_last_sent_weights_whole(source_class, dtype, transport, 
         for update in (1, 2, 3):
             train(model)
             timings = sync.run(WeightVersion(update, update))
-            memory.append([sync.copy._buckets[bucket].data_ptr() for bucket in range(len(sync.buckets))])
+            memory.append(
+                [sync.copy._buckets[bucket].data_ptr() for bucket in range(len(sync.buckets))]
+            )
         assert memory[0] == memory[1] == memory[2]  # not allocated anew in every sync
         expected = sent(source)
         assert (timings.num_buckets < len(sync.buckets)) == (source_class is AdapterSource)
         train(model)  # the copy does not change with the model
         timings = sync.send_copy(WeightVersion(3, 3), EngineGroup([engines[1]]))
-        assert digest(again.tensors) == digest(expected) and timings.num_buckets == len(sync.buckets)
+        assert digest(again.tensors) == digest(expected) and timings.num_buckets == len(
+            sync.buckets
+        )
         assert len(lines) == 1 and " MiB " in lines[0]
         sync.run(WeightVersion(4, 4))  # in new slots, and without the frozen weights, as before
         assert digest(running.tensors | sent(source)) == digest(running.tensors)
@@ -71,7 +77,8 @@ def test_a_copy_of_another_version_is_not_sent(tmp_path):
     with serving(Keeper(), folder=tmp_path) as engines:
         sync = WeightSync(ModuleSource(tiny_qwen2(), torch.float32), engines, LIMIT)
         sync.copy = HostCopy(lambda text: None)
-        assert sync.send_copy(WeightVersion(), engines).num_buckets == 0  # the first update sends everything
+        # the first update sends everything
+        assert sync.send_copy(WeightVersion(), engines).num_buckets == 0
         sync.run(WeightVersion(1, 0))
         with pytest.raises(WeightSyncError, match=r"update 1 \(step 0\).* update 2 \(step 1\)"):
             sync.send_copy(WeightVersion(2, 1), engines)

@@ -23,7 +23,8 @@ from trl_multinode.weights.sync import WeightSync
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 PROMPTS = [[5, 6, 7] * 9, [9, 8, 7, 6]]  # the first is longer than Gemma's window of 16
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-WITHOUT_PICTURES = {"allowed_token_ids": list(range(258))}  # a sampled image token would want a picture
+# a sampled image token would want a picture
+WITHOUT_PICTURES = {"allowed_token_ids": list(range(258))}
 LAST_K = "layers.1.self_attn.k_proj.weight"
 
 
@@ -44,7 +45,9 @@ def running(request, tmp_path_factory):
     found = model_for(name, engine=True)
     keywords = {"trust_remote_code": True} if name == "idefics3" else {}
     folder = tmp_path_factory.mktemp("log")
-    with running_engines(found.model, folder, FORKED, processing_class=found.processing_class, **keywords) as engines:
+    with running_engines(
+        found.model, folder, FORKED, processing_class=found.processing_class, **keywords
+    ) as engines:
         driver = (Illustrated if name == "idefics3" else Written)(name, found, engines)
         driver.send()
         yield driver
@@ -82,12 +85,16 @@ class Illustrated(SyncDriver):
         super().__init__(found.model, engines)
         self.name, self.processor = name, found.processing_class
         random = np.random.default_rng(0)
-        first, second = (Image.fromarray(random.integers(0, 256, (h, 50, 3), dtype=np.uint8)) for h in (40, 90))
+        first, second = (
+            Image.fromarray(random.integers(0, 256, (h, 50, 3), dtype=np.uint8)) for h in (40, 90)
+        )
         self.pictures = [[first], None, [second], [first, second]]
         texts = ["what is <image> ?", "no picture", "what is <image> ?", "<image> or <image>"]
         # With all the tokens of a picture, as TRL sends them
         self.inputs = [
-            self.processor(text=[text], images=[pictures] if pictures else None, return_tensors="pt")
+            self.processor(
+                text=[text], images=[pictures] if pictures else None, return_tensors="pt"
+            )
             for text, pictures in zip(texts, self.pictures, strict=True)
         ]
 
@@ -101,7 +108,9 @@ class Illustrated(SyncDriver):
 
     def rows(self):
         prompts = [inputs["input_ids"][0].tolist() for inputs in self.inputs for _ in range(2)]
-        requests = requests_of(prompts, [p for p in self.pictures for _ in range(2)], [*range(11, 11 + len(prompts))])
+        requests = requests_of(
+            prompts, [p for p in self.pictures for _ in range(2)], [*range(11, 11 + len(prompts))]
+        )
         assert [len(request.images) for request in requests] == [1, 0, 1, 2]
         return self.engines.generate(requests, 12, SAMPLING | WITHOUT_PICTURES, self.version.update)
 
@@ -120,7 +129,10 @@ class Illustrated(SyncDriver):
         assert first["input_ids"].equal(second["input_ids"])  # they differ in their pictures alone
         inputs = [second, text, first, both] if to_other_prompts else self.inputs
         return max(
-            (self.logprobs_with(given, row.tokens.tolist()) - torch.from_numpy(row.logprobs.copy())).abs().max().item()
+            (self.logprobs_with(given, row.tokens.tolist()) - torch.from_numpy(row.logprobs.copy()))
+            .abs()
+            .max()
+            .item()
             for given, rows in zip(inputs, self.rows(), strict=True)
             for row in rows
         )
@@ -143,7 +155,8 @@ def test_log_probs_disagree_with_those_of_other_prompts_or_pictures(running):
     assert running.difference(to_other_prompts=True) > 0.01
 
 
-@pytest.mark.parametrize("running", ["idefics3"], indirect=True)  # test_conformance has rows of text
+# test_conformance has rows of text
+@pytest.mark.parametrize("running", ["idefics3"], indirect=True)
 def test_a_row_with_pictures_has_the_score_that_it_was_sampled_with(running):
     running.send()
     assert max(running.scored_differences()) < 1e-3
@@ -205,13 +218,17 @@ def granite_hybrid() -> transformers.PreTrainedModel:
 
 def test_a_view_of_a_weight_is_renewed_although_a_cpu_packs_the_weight(tmp_path):
     """The kernel of the convolution has no float32 on a CPU. Without the copy, the difference is 0.42 to 0.63."""
-    with running_engines(granite_hybrid(), tmp_path, FORKED, max_model_len=256, dtype="bfloat16") as engines:
+    with running_engines(
+        granite_hybrid(), tmp_path, FORKED, max_model_len=256, dtype="bfloat16"
+    ) as engines:
         driver = Written("granite", SimpleNamespace(model=granite_hybrid()), engines)
         for _ in range(3):
             driver.send()
             assert driver.difference() < 0.08 < driver.difference(to_other_prompts=True)
             driver.perturb()
-            assert driver.difference() > 0.08, "the weights did not move enough for this test to mean anything"
+            assert driver.difference() > 0.08, (
+                "the weights did not move enough for this test to mean anything"
+            )
 
 
 class Packs:
@@ -241,7 +258,12 @@ def test_a_view_that_a_reload_does_not_renew_is_named(tmp_path):
         reloading.renew_derived(mixer)
         layer.weight = torch.nn.Parameter(torch.arange(12.0).view(3, 4))
         packs.process_weights_after_loading(layer)
-        return [*found, reloading.stale_derived(mixer), mixer.alias.tolist(), layer.weight[0].tolist()]
+        return [
+            *found,
+            reloading.stale_derived(mixer),
+            mixer.alias.tolist(),
+            layer.weight[0].tolist(),
+        ]
 
     with forked(body, 1, tmp_path) as (rank,):
         assert rank.result == [[], ["alias"], [], list(range(12)), [8, 9, 10, 11]], rank.text

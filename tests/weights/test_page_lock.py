@@ -74,7 +74,10 @@ def test_slots_that_nobody_closed_are_unregistered_before_they_are_unmapped(cuda
 
     def seen(pointer: int) -> int:
         mapped.append(
-            any(line.startswith(f"{pointer:x}-") for line in Path("/proc/self/maps").read_text().splitlines())
+            any(
+                line.startswith(f"{pointer:x}-")
+                for line in Path("/proc/self/maps").read_text().splitlines()
+            )
         )
         return unregister(pointer)
 
@@ -95,7 +98,9 @@ class Stale(Cudart):
 
     def cudaHostRegister(self, pointer: int, num_bytes: int, flags: int) -> int:
         return (
-            ALREADY_REGISTERED if self.registered and self.stale else super().cudaHostRegister(pointer, num_bytes, 0)
+            ALREADY_REGISTERED
+            if self.registered and self.stale
+            else super().cudaHostRegister(pointer, num_bytes, 0)
         )
 
     def cudaHostUnregister(self, pointer: int) -> int:

@@ -65,15 +65,20 @@ def test_other_adapters_are_refused_with_the_way_out(record_property):
     with refused("peft_config", "colocate", got=["ALoraLinearVariant"]) as caught:
         PeftSource(adapted(alora_invocation_tokens=[5, 6]).get_base_model(), torch.float32)
     record_property("message", str(caught.value))
-    model = get_peft_model(tiny_qwen2(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    model = get_peft_model(
+        tiny_qwen2(), IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    )
     with refused("peft_config", "colocate", got=["peft.tuners.ia3.layer.Linear"]):
         PeftSource(model.get_base_model(), torch.float32)
-    with refused("peft_config", "colocate", got=["peft.tuners.trainable_tokens.layer.TrainableTokensLayer"]):
+    with refused(
+        "peft_config", "colocate", got=["peft.tuners.trainable_tokens.layer.TrainableTokensLayer"]
+    ):
         PeftSource(adapted(trainable_token_indices=[1, 2]).get_base_model(), torch.float32)
     bare = torch.nn.Module()  # as experts of transformers: a parameter that is no layer's
     bare.gate_up = torch.nn.Parameter(torch.randn(3, 8, 6))
     experts = get_peft_model(
-        torch.nn.Sequential(bare), LoraConfig(r=2, target_modules=[], target_parameters=["0.gate_up"])
+        torch.nn.Sequential(bare),
+        LoraConfig(r=2, target_modules=[], target_parameters=["0.gate_up"]),
     )
     with refused("peft_config", "`target_modules`", got="0.weight"):
         PeftSource(experts.get_base_model(), torch.float32)
@@ -108,7 +113,9 @@ def as_copy(names, **settings):
 def engine_of(model, tied):
     """A model that has what is sent and ties, or not, as vLLM does."""
     engine = tiny_qwen2(tied=tied, seed=3)
-    left = engine.load_state_dict(all_sent(PeftSource(model.get_base_model(), torch.float32)), strict=False)
+    left = engine.load_state_dict(
+        all_sent(PeftSource(model.get_base_model(), torch.float32)), strict=False
+    )
     assert left.missing_keys == (["lm_head.weight"] if tied else []) and not left.unexpected_keys
     return engine
 
@@ -125,7 +132,9 @@ def log_probs(model):
     [(as_target, False), (as_target, True), (as_copy, False)],
     ids=["target", "tied target", "copy"],
 )
-def test_a_tied_embedding_and_head_that_are_trained_apart_are_refused_with_the_way_out(make, ensured, names):
+def test_a_tied_embedding_and_head_that_are_trained_apart_are_refused_with_the_way_out(
+    make, ensured, names
+):
     base = make(names, tied=True, ensure_weight_tying=ensured).get_base_model()
     way_out = r"lm_head .*model\.embed_tokens.*modules_to_save=\['embed_tokens'\]`.*`ensure_weight_tying=True`"
     for lora_sync in ("auto", "adapter", "merged"):  # before an engine starts
@@ -137,9 +146,13 @@ def test_a_tied_embedding_and_head_that_are_trained_apart_are_refused_with_the_w
 
 @pytest.mark.parametrize("names", EMBEDDING_AND_HEAD, ids=" and ".join)
 @pytest.mark.parametrize(
-    ("make", "tied"), [(as_target, False), (as_copy, False), (as_copy, True)], ids=["target", "copy", "tied copy"]
+    ("make", "tied"),
+    [(as_target, False), (as_copy, False), (as_copy, True)],
+    ids=["target", "copy", "tied copy"],
 )
-def test_an_engine_with_what_is_sent_of_embedding_and_head_agrees_with_the_trainer_after_steps(make, tied, names):
+def test_an_engine_with_what_is_sent_of_embedding_and_head_agrees_with_the_trainer_after_steps(
+    make, tied, names
+):
     model = make(names, tied=tied, ensure_weight_tying=tied)
     first = log_probs(model)
     train(model)
@@ -177,7 +190,9 @@ def test_the_engine_agrees_with_the_adapted_model_and_not_with_the_base(module, 
     model = adapted(**settings)
     train(model)
     with running_engines(model.get_base_model(), tmp_path, module) as engines:
-        trainer = SyncDriver(model, engines, source=PeftSource(model.get_base_model(), torch.float32))
+        trainer = SyncDriver(
+            model, engines, source=PeftSource(model.get_base_model(), torch.float32)
+        )
         trainer.send()
         scored = torch.from_numpy(engines[0].score([5, 6, 7, 290, 299]).logprobs.copy())
         assert torch.allclose(scored, trainer.logprobs([5], [6, 7, 290, 299]), atol=1e-3)
@@ -189,12 +204,18 @@ def test_the_engine_agrees_with_the_adapted_model_and_not_with_the_base(module, 
 def test_layers_with_an_adapter_have_the_checkpoints_names_too(tmp_path):
     base, names = renamed_llava(tmp_path)
     targets = r".*language_model\.layers\.\d+\.self_attn\.q_proj"
-    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False))
+    model = get_peft_model(
+        base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+    )
     merged = PeftSource(model.get_base_model(), torch.float32)
     assert {meta.name for meta in merged.metadata()} == names
-    adapter = {meta.name for meta in AdapterSource(model.get_base_model(), torch.float32).metadata()} - names
+    adapter = {
+        meta.name for meta in AdapterSource(model.get_base_model(), torch.float32).metadata()
+    } - names
     layers = [f"language_model.model.layers.{index}.self_attn.q_proj" for index in range(2)]
-    assert adapter == {layer + end for layer in layers for end in (".lora_A.weight", ".lora_B.weight")}
+    assert adapter == {
+        layer + end for layer in layers for end in (".lora_A.weight", ".lora_B.weight")
+    }
     name = f"{layers[0]}.weight"
     bucket = tuple(meta for meta in merged.metadata() if meta.name == name)
     with merged.gathering(bucket) as finish:

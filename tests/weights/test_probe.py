@@ -17,7 +17,10 @@ def test_an_engine_that_says_it_loaded_and_did_not_is_named_unless_the_check_is_
         trainer = SyncDriver(model, engines)
         trainer.perturb()
         trainer.send()
-        with pytest.raises(LogprobDivergenceError, match=r"engine 0 .*rank 4.*limit 0\.02.*logprob_divergence_limit"):
+        with pytest.raises(
+            LogprobDivergenceError,
+            match=r"engine 0 .*rank 4.*limit 0\.02.*logprob_divergence_limit",
+        ):
             probe_engines(model, engines, 0.02, rank)
         probe_engines(model, engines, 0.0, rank)
         trainer.send()

@@ -22,7 +22,9 @@ SHAPES = [(7, 3), (5,), (1,), (64, 2), (2, 3, 4)]  # most do not divide by the n
 
 def full_tensors(dtype=torch.float32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype) for shape in SHAPES]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype) for shape in SHAPES
+    ]
 
 
 def zero3_piece(tensor: torch.Tensor, rank: int, world: int) -> Shard:
@@ -35,7 +37,9 @@ def zero3_piece(tensor: torch.Tensor, rank: int, world: int) -> Shard:
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2)])
 @pytest.mark.parametrize("travels_as", [torch.float32, torch.bfloat16])
-def test_pieces_of_all_ranks_are_the_tensor_on_every_local_main_process(nodes, ranks_per_node, travels_as, tmp_path):
+def test_pieces_of_all_ranks_are_the_tensor_on_every_local_main_process(
+    nodes, ranks_per_node, travels_as, tmp_path
+):
     world = nodes * ranks_per_node
 
     def body(rank: int) -> list[bool] | None:
@@ -48,7 +52,10 @@ def test_pieces_of_all_ranks_are_the_tensor_on_every_local_main_process(nodes, r
         if rank % ranks_per_node:
             assert all(piece.data.numel() == 0 for piece in pieces)
             return None
-        return [torch.equal(p.full(), t.to(travels_as)) for p, t in zip(pieces, full_tensors(), strict=True)]
+        return [
+            torch.equal(p.full(), t.to(travels_as))
+            for p, t in zip(pieces, full_tensors(), strict=True)
+        ]
 
     for rank, equal in enumerate(on_gloo_ranks(body, world, tmp_path)):
         assert equal == (None if rank % ranks_per_node else [True] * len(SHAPES))
@@ -65,7 +72,11 @@ def count_collectives() -> list[int]:
 
         return call
 
-    for index, name in [(0, "all_gather_into_tensor"), (0, "all_to_all_single"), (1, "batch_isend_irecv")]:
+    for index, name in [
+        (0, "all_gather_into_tensor"),
+        (0, "all_to_all_single"),
+        (1, "batch_isend_irecv"),
+    ]:
         setattr(dist, name, counting(index, getattr(dist, name)))  # in a forked process of its own
     return counted
 
@@ -83,14 +94,19 @@ def test_fsdp2_shards_are_gathered_with_one_collective_and_as_full_tensor_would(
     def body(rank: int) -> list[bool]:
         model = Small()
         source = ModuleSource(model, torch.float32, ShardGather(world, torch.device("cpu")))
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))  # replaces the parameters that the source saw
+        # replaces the parameters that the source saw
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
         bucket = tuple(source.metadata())
         expected = [tensor.full_tensor() for tensor in source.tensors(bucket)]
         counted = count_collectives()
         with source.gathering(bucket) as finish:
             pieces = finish()
             assert tuple(counted) == source.collectives == (0, 1)
-            return [torch.equal(p.full(), t) for p, t in zip(pieces, expected, strict=True)] if rank == 0 else [True]
+            return (
+                [torch.equal(p.full(), t) for p, t in zip(pieces, expected, strict=True)]
+                if rank == 0
+                else [True]
+            )
 
     assert on_gloo_ranks(body, world, tmp_path)[0] == [True] * 4
 
@@ -108,7 +124,11 @@ def test_tensors_of_few_rows_are_spread_evenly_before_they_are_gathered(tmp_path
     monkeypatch.setattr(even_pieces, "MIN_PADDING_BYTES", 200)
 
     def body(rank: int) -> list:
-        gather, mesh, counted = ShardGather(2, CPU), init_device_mesh("cpu", (6,)), count_collectives()
+        gather, mesh, counted = (
+            ShardGather(2, CPU),
+            init_device_mesh("cpu", (6,)),
+            count_collectives(),
+        )
         return [gathered(rank, gather, mesh, counted, experts) for experts in (1, 4, 5, 6, 7)]
 
     def gathered(rank: int, gather: ShardGather, mesh, counted: list[int], experts: int) -> list:
@@ -125,10 +145,21 @@ def test_tensors_of_few_rows_are_spread_evenly_before_they_are_gathered(tmp_path
             padding = pieces[0].data.numel() - experts * 61
             if rank % 2:
                 return list(counted)
-            return [*counted, *(torch.equal(p.full(), t) for p, t in zip(pieces, expected, strict=True)), padding]
+            return [
+                *counted,
+                *(torch.equal(p.full(), t) for p, t in zip(pieces, expected, strict=True)),
+                padding,
+            ]
 
     spread, as_it_lies = [2, 1], [1, 1]
-    expected = [spread, spread, as_it_lies, as_it_lies, spread]  # one row of padding is below the limit
+    # one row of padding is below the limit
+    expected = [
+        spread,
+        spread,
+        as_it_lies,
+        as_it_lies,
+        spread,
+    ]
     padding = [5, 2, 61, 0, 5]
     for rank, found in enumerate(on_gloo_ranks(body, 6, tmp_path)):
         right = [[True, True, left] if rank % 2 == 0 else [] for left in padding]
@@ -143,12 +174,20 @@ def shared(cut: Cut, other: Cut) -> list[list[int]]:
 
 @pytest.mark.nightly  # the arithmetic of the test above
 def test_two_cuts_of_a_tensor_share_each_element_once():
-    for numel, elements, world in [(1, 1, 1), (10, 10, 4), (128 * 3, 3, 448), (61 * 7, 122, 6), (9, 4, 3)]:
+    for numel, elements, world in [
+        (1, 1, 1),
+        (10, 10, 4),
+        (128 * 3, 3, 448),
+        (61 * 7, 122, 6),
+        (9, 4, 3),
+    ]:
         old = Cut(numel, elements, world)
         new = old.even()
         table = shared(old, new)
         assert table == [list(row) for row in zip(*shared(new, old), strict=True)]
-        assert [sum(row) for row in table] == [end - first for first, end in map(old.interval, range(world))]
+        assert [sum(row) for row in table] == [
+            end - first for first, end in map(old.interval, range(world))
+        ]
         assert new.padding < world
 
 
@@ -165,12 +204,16 @@ def test_a_sharding_that_is_not_one_piece_a_rank_is_left_to_its_own_library(tmp_
     def body(rank: int) -> list[bool]:
         piece = torch.zeros(8)
         piece.ds_numel, piece.final_location = 8, None
-        good = SimpleNamespace(ds_tensor=piece, ds_numel=15, ds_shape=(15,), ds_secondary_tensor=None)
+        good = SimpleNamespace(
+            ds_tensor=piece, ds_numel=15, ds_shape=(15,), ds_secondary_tensor=None
+        )
         shared = SimpleNamespace(**{**vars(good), "ds_numel": 8})  # MiCS: every group has all of it
         small = torch.zeros(8, dtype=torch.int8)
         small.ds_numel, small.final_location, small.ds_quant_scale = 8, None, torch.ones(1)
         quantized = SimpleNamespace(**{**vars(good), "ds_tensor": small})  # ZeRO++, frozen weights
-        found = [shard_of(tensor) is not None for tensor in (good, shared, quantized, torch.zeros(3))]
+        found = [
+            shard_of(tensor) is not None for tensor in (good, shared, quantized, torch.zeros(3))
+        ]
         piece.final_location = SimpleNamespace(name="nvme")
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
         hybrid = Small()

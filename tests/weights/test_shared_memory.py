@@ -21,7 +21,11 @@ from trl_multinode.weights.transport import Transport
 
 pytestmark = pytest.mark.real  # it mounts a file system
 MIB = 1 << 20
-MODEL = [WeightMeta("embed", torch.float32, (3 * MIB // 8,)), WeightMeta("norm", torch.float32, (8,))]  # 1.5 MiB
+# 1.5 MiB
+MODEL = [
+    WeightMeta("embed", torch.float32, (3 * MIB // 8,)),
+    WeightMeta("norm", torch.float32, (8,)),
+]
 LAYOUTS = [slot_layout(bucket) for bucket in plan_buckets(MODEL, MIB)]
 
 
@@ -30,7 +34,9 @@ def four_mib(tmp_path, monkeypatch):
     """A /dev/shm of 4 MiB."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
     monkeypatch.setattr(host_memory, "SHARED_MEMORY", folder)
@@ -40,7 +46,8 @@ def four_mib(tmp_path, monkeypatch):
 
 def test_two_runs_that_share_the_memory_do_not_share_its_last_bytes(tmp_path, four_mib):
     def body(rank: int) -> str:
-        first = HostSlots(3 * MIB // 2, SlotSettings())  # both fitted when the free bytes were only compared
+        # both fitted when the free bytes were only compared
+        first = HostSlots(3 * MIB // 2, SlotSettings())
         try:
             second = HostSlots(MIB, SlotSettings())
         except WeightSyncError as error:
@@ -81,14 +88,18 @@ def test_a_tensor_that_fills_a_slot_is_named_with_the_cures(four_mib):
         Transport("host").reserve(LAYOUTS)
     Transport("nccl").reserve(LAYOUTS)  # it needs none
     text = str(error.value)
-    assert re.search(r"two slots of 1\.5 MiB .* 3 MiB.* embed .* 1\.5 MiB.*`sync_bucket_mb`.*--shm-size", text), text
+    assert re.search(
+        r"two slots of 1\.5 MiB .* 3 MiB.* embed .* 1\.5 MiB.*`sync_bucket_mb`.*--shm-size", text
+    ), text
 
 
 @pytest.mark.fault("36")
 def test_a_run_finds_a_full_memory_before_it_starts_an_engine(four_mib, tmp_path):
     held = HostSlots(3 * MIB // 2, SlotSettings())  # of another run
     host = NodeHost(
-        MultiNodeGRPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False, engine_kwargs={"dtype": "float32"})
+        MultiNodeGRPOConfig(
+            str(tmp_path / "run"), use_cpu=True, bf16=False, engine_kwargs={"dtype": "float32"}
+        )
     )
     with pytest.raises(WeightSyncError, match=r"1 MiB free of 4 MiB.*`sync_bucket_mb`"):
         host.start_engines(tiny_qwen2(), tiny_tokenizer(), {"max_num_seqs": 8})

@@ -21,7 +21,10 @@ SCRIPT = Path(__file__).parent / "sync_memory.py"
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> dict[str, list]:
     """Peaks that the script measures, in buckets, in ranks that are forks of a process of its own."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(MIB), "PYTHONPATH": str(SCRIPT.parents[1])}
+    environment = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": str(MIB),
+        "PYTHONPATH": str(SCRIPT.parents[1]),
+    }
     command = [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("ranks"))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -29,8 +32,12 @@ def measured(tmp_path_factory) -> dict[str, list]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("name", "per_node"), [("large 2 x 2", 2), ("large 3 x 1", 1), ("large 1 x 4", 4)])
-def test_the_sender_needs_at_most_three_buckets_however_large_the_tensor_is(name, per_node, measured):
+@pytest.mark.parametrize(
+    ("name", "per_node"), [("large 2 x 2", 2), ("large 3 x 1", 1), ("large 1 x 4", 4)]
+)
+def test_the_sender_needs_at_most_three_buckets_however_large_the_tensor_is(
+    name, per_node, measured
+):
     found = measured[name]
     assert max(ours for rank in found for ours, _ in rank) <= 2.7  # gloo has the rest
     for (_, of_six), (_, of_24) in found[::per_node]:
@@ -51,12 +58,15 @@ def test_a_worker_needs_the_tensor_and_at_most_two_buckets(measured):
 
 def test_a_worker_of_vllm_needs_a_layer_three_times_on_a_cpu(tmp_path):
     """Its tensors as they came, the new layer, and a packed copy, which a GPU does not make: inside/weight-sync.md."""
-    model = tiny_qwen2(vocab_size=393_216)  # 96 MiB, also the head; of less, glibc keeps freed blocks
+    # 96 MiB, also the head; of less, glibc keeps freed blocks
+    model = tiny_qwen2(vocab_size=393_216)
     layer = model.get_input_embeddings().weight.nbytes
     with running_engines(model, tmp_path, TREE) as engines:
         driver = SyncDriver(model, engines, bucket_bytes=layer // 24)
         driver.send()
-        worker = next(each for each in descendants(engines[0].ready.pid) if "Worker" in title_of(each))
+        worker = next(
+            each for each in descendants(engines[0].ready.pid) if "Worker" in title_of(each)
+        )
         found = []
         for _ in range(2):
             Path(f"/proc/{worker.pid}/clear_refs").write_text("5")

@@ -55,7 +55,8 @@ def test_a_slot_holds_every_tensor_in_its_own_dtype_and_the_receiver_has_copies(
         slots.write(1, specs, [Pieces.whole(torch.zeros(2, 3)), Pieces.whole(torch.zeros(2))])
         got = dict(taken.result())
         assert torch.equal(got["w"], weights.bfloat16()) and torch.equal(got["b"], bias)
-        assert len({tensor.untyped_storage().data_ptr() for tensor in got.values()}) == 1  # one copy of the bucket
+        # one copy of the bucket
+        assert len({tensor.untyped_storage().data_ptr() for tensor in got.values()}) == 1
 
 
 def test_a_tensor_of_another_shape_is_never_written(slots):
@@ -84,13 +85,21 @@ def test_auto_takes_what_was_executed_and_says_why(machine, reason):
 
 @pytest.mark.parametrize(
     ("engines", "shared", "peers"),
-    [((("GPU-b",),), False, [(1, 2)]), ((("GPU-c",),), True, []), ((("GPU-a",), ("GPU-c",)), True, [(0, 2)])],
+    [
+        ((("GPU-b",),), False, [(1, 2)]),
+        ((("GPU-c",),), True, []),
+        ((("GPU-a",), ("GPU-c",)), True, [(0, 2)]),
+    ],
 )
-def test_the_machine_is_read_by_the_place_of_a_gpu_among_the_visible_ones(engines, shared, peers, monkeypatch):
+def test_the_machine_is_read_by_the_place_of_a_gpu_among_the_visible_ones(
+    engines, shared, peers, monkeypatch
+):
     """Stand-in for a machine with three GPUs, named by UUID; the sender trains on the last one."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, other: asked.append((gpu, other)) or False)
+    monkeypatch.setattr(
+        torch.cuda, "can_device_access_peer", lambda gpu, other: asked.append((gpu, other)) or False
+    )
     devices = EngineDevices(engines, shared_with_training=shared, sender="GPU-c")
     machine = machine_of(devices, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"})
     assert (machine.gpu, machine.shared, machine.peer_access) == ("NVIDIA", shared, not peers)
@@ -125,7 +134,10 @@ def test_workers_of_several_engines_have_ranks_of_their_own(tmp_path):
 
 def test_the_group_of_a_broadcast_ends_with_its_slots(tmp_path):
     """Otherwise torch warns at exit that a process group was never destroyed. Its peers may have ended before."""
-    slots, ended = BroadcastSlots(16, SlotSettings(folder=tmp_path, workers=[1], timeout_s=60.0)), []
+    slots, ended = (
+        BroadcastSlots(16, SlotSettings(folder=tmp_path, workers=[1], timeout_s=60.0)),
+        [],
+    )
     slots._group = SimpleNamespace(abort=lambda: ended.append("sender") or 1 / 0)
     opened = OpenedBroadcastSlots.open(slots.open_for(0), 16, CPU, 0)
     opened._group = SimpleNamespace(abort=lambda: ended.append("worker"))
@@ -140,7 +152,9 @@ def test_a_new_transport_is_one_file_and_its_name(monkeypatch, tmp_path):
     monkeypatch.setitem(TRANSPORTS, "file", FileSlots)
     model = tiny_qwen2()
     with serving(engine := Keeper(), folder=tmp_path / "node") as engines:
-        trainer = SyncDriver(model, engines, transport=Transport("file", folder=tmp_path, report=pytest.fail))
+        trainer = SyncDriver(
+            model, engines, transport=Transport("file", folder=tmp_path, report=pytest.fail)
+        )
         for _ in range(2):
             trainer.perturb()
             trainer.send()
@@ -151,7 +165,9 @@ def test_a_new_transport_is_one_file_and_its_name(monkeypatch, tmp_path):
 # ---- with an engine
 
 
-@pytest.mark.parametrize("module", [FAKE, pytest.param(FORKED, marks=pytest.mark.engine)], ids=["fake", "vllm"])
+@pytest.mark.parametrize(
+    "module", [FAKE, pytest.param(FORKED, marks=pytest.mark.engine)], ids=["fake", "vllm"]
+)
 def test_the_engine_agrees_after_broadcast_syncs_and_disagrees_before(module, tmp_path):
     model = tiny_qwen2(tied=False)
     with running_engines(model, tmp_path, module) as engines:
@@ -190,7 +206,9 @@ class Silent(BroadcastSlots):
 @pytest.mark.parametrize(
     ("broken", "limit_s", "said"), [(Garbling, 60.0, "checksums"), (Silent, 1.0, "no communicator")]
 )
-def test_a_failed_self_test_falls_back_to_host_memory_with_a_warning(broken, limit_s, said, tmp_path):
+def test_a_failed_self_test_falls_back_to_host_memory_with_a_warning(
+    broken, limit_s, said, tmp_path
+):
     model = tiny_qwen2()
     warnings: list[str] = []
 
@@ -210,28 +228,39 @@ def test_a_failed_self_test_falls_back_to_host_memory_with_a_warning(broken, lim
 
 
 @pytest.mark.nightly  # a broadcast and a restart
-def test_weights_go_through_host_memory_while_an_engine_is_lost_and_are_broadcast_again_when_it_is_back(tmp_path):
+def test_weights_go_through_host_memory_while_an_engine_is_lost_and_are_broadcast_again_when_it_is_back(
+    tmp_path,
+):
     """The group of a broadcast waits for all its members. The file of a group stays if one of them was killed."""
     model, backends = tiny_qwen2(), [Keeper(), Keeper()]
     with serving(*backends, folder=tmp_path / "node") as engines:
         engines.tolerant = True
         for engine in engines:
             engine.tolerant = True
-        transport = Transport("nccl", workers=[1, 1], folder=tmp_path, timeout_s=60.0, report=pytest.fail)
+        transport = Transport(
+            "nccl", workers=[1, 1], folder=tmp_path, timeout_s=60.0, report=pytest.fail
+        )
         trainer = SyncDriver(model, engines, transport=transport)
         trainer.send()
         assert trainer.sync._slots.kind == "nccl"
-        of_a_killed_worker = dist.FileStore(str(trainer.sync._slots._store), 3)  # whose destructor never ran
+        # whose destructor never ran
+        of_a_killed_worker = dist.FileStore(str(trainer.sync._slots._store), 3)
         engines[1].lose(EngineDiedError("killed"))
         trainer.perturb()
         version = trainer.send()
-        assert trainer.sync._slots.kind == "host" and holds(backends[0], model) and not holds(backends[1], model)
+        assert (
+            trainer.sync._slots.kind == "host"
+            and holds(backends[0], model)
+            and not holds(backends[1], model)
+        )
         engines.renew([1])
         trainer.sync.send_again(version, engines.serving([1]))
         assert holds(backends[1], model)
         trainer.perturb()
         trainer.send()
-        assert trainer.sync._slots.kind == "nccl" and all(holds(backend, model) for backend in backends)
+        assert trainer.sync._slots.kind == "nccl" and all(
+            holds(backend, model) for backend in backends
+        )
         trainer.sync.close()
         del of_a_killed_worker
 

@@ -6,7 +6,14 @@ from torch import nn
 from transformers.core_model_loading import WeightRenaming
 
 from multinode_kit.models import renamed_llava, tiny_qwen2
-from trl_multinode.weights.buckets import ALIGNMENT, WeightMeta, layer_key, plan_buckets, slot_bytes, slot_layout
+from trl_multinode.weights.buckets import (
+    ALIGNMENT,
+    WeightMeta,
+    layer_key,
+    plan_buckets,
+    slot_bytes,
+    slot_layout,
+)
 from trl_multinode.weights.names import checkpoint_names
 from trl_multinode.weights.source import ModuleSource
 
@@ -35,7 +42,11 @@ def names(buckets) -> list[list[str]]:
 
 
 LAYER_BYTES = 256  # of two tensors of 32 floats each
-TWO_LAYERS = [float_meta(f"model.layers.{layer}.{part}.weight", 32) for layer in range(2) for part in ("q", "k")]
+TWO_LAYERS = [
+    float_meta(f"model.layers.{layer}.{part}.weight", 32)
+    for layer in range(2)
+    for part in ("q", "k")
+]
 
 
 # ---- which tensors
@@ -43,11 +54,27 @@ TWO_LAYERS = [float_meta(f"model.layers.{layer}.{part}.weight", 32) for layer in
 
 def test_parameters_and_persistent_buffers_are_sent_a_tied_one_once():
     metadata = {meta.name: meta for meta in ModuleSource(Router(), torch.bfloat16).metadata()}
-    assert set(metadata) == {"embed.weight", "inner.weight", "inner.bias", "score_bias", "steps", "inner.scale"}
-    assert metadata["embed.weight"] == WeightMeta("embed.weight", torch.bfloat16, (6, 4), divisible=True)
+    assert set(metadata) == {
+        "embed.weight",
+        "inner.weight",
+        "inner.bias",
+        "score_bias",
+        "steps",
+        "inner.scale",
+    }
+    assert metadata["embed.weight"] == WeightMeta(
+        "embed.weight", torch.bfloat16, (6, 4), divisible=True
+    )
     assert metadata["embed.weight"].num_bytes == 48
-    kept = {"score_bias": torch.float32, "steps": torch.int64, "inner.scale": torch.float64}  # dtypes of buffers
-    assert {name: meta.dtype for name, meta in metadata.items()} == dict.fromkeys(metadata, torch.bfloat16) | kept
+    # dtypes of buffers
+    kept = {
+        "score_bias": torch.float32,
+        "steps": torch.int64,
+        "inner.scale": torch.float64,
+    }
+    assert {name: meta.dtype for name, meta in metadata.items()} == dict.fromkeys(
+        metadata, torch.bfloat16
+    ) | kept
     module = nn.Linear(1, 1, bias=False)
     module.weight.data = torch.empty(0)
     module.weight.ds_shape = torch.Size([8, 4])  # sharded
@@ -72,7 +99,8 @@ def test_names_are_those_of_the_checkpoint_where_transformers_renames_while_it_l
     model, names = renamed_llava(tmp_path)
     assert not names & {name for name, _ in model.named_parameters()} and len(names) > 50
     assert {meta.name for meta in ModuleSource(model, torch.float32).metadata()} == names
-    model._weight_conversions.append(WeightRenaming("never_seen", "lm_head"))  # ZeRO-3 leaves those in
+    # ZeRO-3 leaves those in
+    model._weight_conversions.append(WeightRenaming("never_seen", "lm_head"))
     assert {meta.name for meta in ModuleSource(model, torch.float32).metadata()} == names
 
 
@@ -83,7 +111,8 @@ def test_gathered_gives_the_tensors_of_the_bucket_in_its_order():
     with source.gathering(bucket) as finish:
         tensors = [piece.full() for piece in finish()]
         assert [tuple(tensor.shape) for tensor in tensors] == [meta.shape for meta in bucket]
-        assert tensors[-1].data_ptr() == model.embed.weight.data_ptr()  # no copy where nothing is sharded
+        # no copy where nothing is sharded
+        assert tensors[-1].data_ptr() == model.embed.weight.data_ptr()
         assert tensors[-1].dtype == torch.float32 and not tensors[-1].requires_grad
     assert source.collectives == (0, 0)
 
@@ -115,7 +144,9 @@ def test_a_layer_is_named_by_its_outermost_index(name, key):
 
 
 def test_small_layers_share_a_bucket_large_ones_are_split_and_the_order_is_kept():
-    assert names(plan_buckets(TWO_LAYERS, LAYER_BYTES * 3 // 2)) == names([TWO_LAYERS[:2], TWO_LAYERS[2:]])
+    assert names(plan_buckets(TWO_LAYERS, LAYER_BYTES * 3 // 2)) == names(
+        [TWO_LAYERS[:2], TWO_LAYERS[2:]]
+    )
     assert names(plan_buckets(TWO_LAYERS, LAYER_BYTES - 1)) == [[meta.name] for meta in TWO_LAYERS]
     metadata = [float_meta("embed", 8), *TWO_LAYERS, float_meta("norm", 8)]
     assert names(plan_buckets(metadata, 1 << 20)) == [[meta.name for meta in metadata]]
@@ -124,17 +155,27 @@ def test_small_layers_share_a_bucket_large_ones_are_split_and_the_order_is_kept(
 
 
 def test_no_bucket_is_above_the_limit_but_a_tensor_that_alone_is():
-    metadata = [float_meta("embed", 1000), *TWO_LAYERS, float_meta("head", 3), float_meta("norm", 3)]
+    metadata = [
+        float_meta("embed", 1000),
+        *TWO_LAYERS,
+        float_meta("head", 3),
+        float_meta("norm", 3),
+    ]
     buckets = plan_buckets(metadata, 300)
     assert names(buckets)[0] == ["embed"]
     assert all(slot_bytes([bucket]) <= 300 for bucket in buckets[1:])
     assert slot_bytes(buckets) == 4032  # 4000, aligned: a slot holds the largest bucket
-    crumbs = [float_meta(str(index), 1) for index in range(4)]  # 4 bytes each, 64 in a slot: padding counts
+    # 4 bytes each, 64 in a slot: padding counts
+    crumbs = [float_meta(str(index), 1) for index in range(4)]
     assert [len(bucket) for bucket in plan_buckets(crumbs, 2 * ALIGNMENT)] == [2, 2]
 
 
 def test_tensors_of_a_bucket_lie_aligned_and_apart():
-    bucket = (float_meta("a", 3), WeightMeta("b", torch.bfloat16, (5, 7)), WeightMeta("c", torch.int64, ()))
+    bucket = (
+        float_meta("a", 3),
+        WeightMeta("b", torch.bfloat16, (5, 7)),
+        WeightMeta("c", torch.int64, ()),
+    )
     specs = slot_layout(bucket)
     assert [(spec.name, spec.dtype, spec.shape, spec.offset, spec.num_bytes) for spec in specs] == [
         ("a", "float32", (3,), 0, 12),

@@ -34,13 +34,22 @@ SHARDED = [
     ("cube", (2, 3, 7), torch.float32),
     ("large", (129, 31), torch.float32),
 ]
-LIMITS = [100, 700, 5000, 1 << 20]  # bytes: from ranges of a few elements to everything in one bucket
+# bytes: from ranges of a few elements to everything in one bucket
+LIMITS = [
+    100,
+    700,
+    5000,
+    1 << 20,
+]
 
 
 def full_tensors(update: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(update)
-    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape, dtype in SHARDED}
-    tensors["whole"] = torch.randn(6, 9, generator=generator).t()  # not contiguous, on every rank as it is
+    tensors = {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape, dtype in SHARDED
+    }
+    # not contiguous, on every rank as it is
+    tensors["whole"] = torch.randn(6, 9, generator=generator).t()
     tensors["nothing"] = torch.empty(0, 5)
     tensors["bias"] = torch.randn(5, generator=generator, dtype=torch.float64)
     tensors["steps"] = torch.tensor(update)
@@ -58,7 +67,11 @@ class Sharded(nn.Module):
             piece = torch.full((elements,), float("nan"), dtype=dtype)
             piece.ds_numel, piece.final_location = elements, None
             parameter = nn.Parameter(torch.empty(0, dtype=dtype))
-            parameter.ds_tensor, parameter.ds_numel, parameter.ds_shape = piece, tensors[name].numel(), shape
+            parameter.ds_tensor, parameter.ds_numel, parameter.ds_shape = (
+                piece,
+                tensors[name].numel(),
+                shape,
+            )
             self.register_parameter(name, parameter)
         self.whole = nn.Parameter(tensors["whole"].clone(memory_format=torch.preserve_format))
         self.nothing = nn.Parameter(tensors["nothing"])
@@ -103,11 +116,16 @@ def test_every_bit_arrives_in_every_engine_of_every_node_whatever_the_buckets(
         source = ModuleSource(model, dtype, ShardGather(per_node, CPU))
         if local_rank:
             return list(equal_after_each_update(model, source, None, node))
-        backends = [Keeper(lambda update, bucket, i=i: time.sleep(0.002 * ((node + i + bucket) % 3))) for i in (0, 1)]
+        backends = [
+            Keeper(lambda update, bucket, i=i: time.sleep(0.002 * ((node + i + bucket) % 3)))
+            for i in (0, 1)
+        ]
         with serving(*backends, folder=tmp_path / str(node)) as engines:
             return list(equal_after_each_update(model, source, engines, node))
 
-    def equal_after_each_update(model: Sharded, source: ModuleSource, engines, node: int) -> Iterator[bool]:
+    def equal_after_each_update(
+        model: Sharded, source: ModuleSource, engines, node: int
+    ) -> Iterator[bool]:
         update = 0
         for number, limit in enumerate(LIMITS):
             folder = tmp_path / f"store{node}.{number}"
@@ -117,12 +135,21 @@ def test_every_bit_arrives_in_every_engine_of_every_node_whatever_the_buckets(
             for _ in range(2):
                 update += 1
                 model.move_to(update)
-                stale = engines is None or engines[0].ask(Digest()).workers != (digest(as_sent(update, dtype)),)
+                stale = engines is None or engines[0].ask(Digest()).workers != (
+                    digest(as_sent(update, dtype)),
+                )
                 sync.run(WeightVersion(update, update))
-                found = [] if engines is None else [reply.workers for reply in engines.ask_all(Digest())]
+                found = (
+                    []
+                    if engines is None
+                    else [reply.workers for reply in engines.ask_all(Digest())]
+                )
                 yield stale and set(found) <= {(digest(as_sent(update, dtype)),)}
 
-    assert on_gloo_ranks(body, nodes * per_node, tmp_path) == [[True] * 2 * len(LIMITS)] * nodes * per_node
+    assert (
+        on_gloo_ranks(body, nodes * per_node, tmp_path)
+        == [[True] * 2 * len(LIMITS)] * nodes * per_node
+    )
 
 
 # ---- failures
@@ -159,14 +186,22 @@ class Counting(WeightSource):
 
 @pytest.mark.nightly  # an example of the documentation
 def test_a_new_source_is_one_file(tmp_path):
-    state = {"embed": torch.randn(37, 5), "layers.0.w": torch.randn(6, 9).t(), "layers.0.steps": torch.tensor(3)}
+    state = {
+        "embed": torch.randn(37, 5),
+        "layers.0.w": torch.randn(6, 9).t(),
+        "layers.0.steps": torch.tensor(3),
+    }
     with serving(engine := Keeper(), folder=tmp_path) as engines:
-        timings = WeightSync(CheckpointSource(state), engines, limit_bytes=800).run(WeightVersion(1, 0))
+        timings = WeightSync(CheckpointSource(state), engines, limit_bytes=800).run(
+            WeightVersion(1, 0)
+        )
     assert timings.num_buckets == 2 and digest(engine.tensors) == digest(state)
 
 
 def sender_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("weight sync")]
+    return [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("weight sync")
+    ]
 
 
 def test_at_most_three_buckets_are_open_and_none_is_left(tmp_path):
@@ -179,7 +214,9 @@ def test_at_most_three_buckets_are_open_and_none_is_left(tmp_path):
 
 
 @pytest.mark.parametrize("bucket", [0, 3, 7])
-def test_a_bucket_that_does_not_load_is_the_error_of_the_sync_and_leaves_nothing_behind(bucket, tmp_path):
+def test_a_bucket_that_does_not_load_is_the_error_of_the_sync_and_leaves_nothing_behind(
+    bucket, tmp_path
+):
     def fail(update: int, number: int) -> None:
         if (update, number) == (2, bucket):
             raise RuntimeError("no kernel for this shape")
@@ -188,10 +225,14 @@ def test_a_bucket_that_does_not_load_is_the_error_of_the_sync_and_leaves_nothing
     with serving(healthy, Keeper(fail), folder=tmp_path) as engines:
         sync = WeightSync(source, engines, 256)
         sync.run(WeightVersion(1, 0))
-        with pytest.raises(EngineError, match=r"Rank 0 \(node 0\): engine 1 of node 0: .*no kernel for this shape"):
+        with pytest.raises(
+            EngineError, match=r"Rank 0 \(node 0\): engine 1 of node 0: .*no kernel for this shape"
+        ):
             sync.run(WeightVersion(2, 1))
         assert (source.open, source.released) == (0, 2) and sender_threads() == []
-        with pytest.raises(WeightSyncError, match="engine 1 of node 0.*mixed .*no kernel for this shape"):
+        with pytest.raises(
+            WeightSyncError, match="engine 1 of node 0.*mixed .*no kernel for this shape"
+        ):
             engines[1].score([1, 2])
     assert torch.is_grad_enabled()
 
@@ -210,7 +251,9 @@ def test_an_engine_that_is_gone_is_told_by_name(tmp_path):
 
 def test_an_engine_that_does_not_answer_is_waited_for_no_longer_than_its_deadline(tmp_path):
     go = threading.Event()
-    with serving(Keeper(lambda update, bucket: go.wait(HANG_S)), folder=tmp_path, stall_timeout_s=0.5) as engines:
+    with serving(
+        Keeper(lambda update, bucket: go.wait(HANG_S)), folder=tmp_path, stall_timeout_s=0.5
+    ) as engines:
         with pytest.raises(EngineStalledError, match="engine 0 of node 0"):
             WeightSync(Counting(), engines, 256).run(WeightVersion(1, 0))
         assert not go.is_set() and sender_threads() == []
@@ -221,15 +264,25 @@ def test_an_engine_that_does_not_answer_is_waited_for_no_longer_than_its_deadlin
 
 
 def test_the_log_has_the_slowest_rank_of_every_stage_and_its_node():
-    sync = SyncTimings(num_bytes=4 * 10**9, num_buckets=7, collectives=(7, 5), version=WeightVersion(3, 2))
+    sync = SyncTimings(
+        num_bytes=4 * 10**9, num_buckets=7, collectives=(7, 5), version=WeightVersion(3, 2)
+    )
     per_rank = [[float(10 * stage + rank) for stage in range(len(STAGES))] for rank in (1, 4, 2, 3)]
     metrics = sync_metrics(sync, per_rank, ranks_per_node=2)
     assert [metrics[f"sync/{name}"] for name in STAGES] == [4.0, 14.0, 24.0, 34.0, 44.0, 54.0, 64.0]
-    assert metrics["sync/slowest_node"] == 0 and sync_metrics(sync, per_rank[::-1], 2)["sync/slowest_node"] == 1
+    assert (
+        metrics["sync/slowest_node"] == 0
+        and sync_metrics(sync, per_rank[::-1], 2)["sync/slowest_node"] == 1
+    )
     assert sync_metrics(sync, per_rank, ranks_per_node=1)["sync/slowest_node"] == 1
     assert metrics["sync/gb_per_s"] == 1.0 and metrics["sync/mib"] == pytest.approx(4e9 / 2**20)
-    assert (metrics["sync/collectives"], metrics["sync/node_collectives"], metrics["sync/version"]) == (8, 5, 3)
-    assert sync_metrics(SyncTimings(), [[0.0] * len(STAGES)] * 2, 1)["sync/gb_per_s"] == 0.0  # a run without a sync
+    assert (
+        metrics["sync/collectives"],
+        metrics["sync/node_collectives"],
+        metrics["sync/version"],
+    ) == (8, 5, 3)
+    # a run without a sync
+    assert sync_metrics(SyncTimings(), [[0.0] * len(STAGES)] * 2, 1)["sync/gb_per_s"] == 0.0
 
 
 def test_a_refused_beginning_is_heard_by_the_ranks_that_wait_for_it(tmp_path):

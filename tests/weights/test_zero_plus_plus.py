@@ -32,11 +32,15 @@ HEAD = "lm_head.weight"
 class Quantizer:
     """Eight bits with one scale a tensor, as `CUDAQuantizer` is called."""
 
-    def quantize(self, tensor: torch.Tensor, groups: None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(
+        self, tensor: torch.Tensor, groups: None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         scale = tensor.abs().max().float().clamp(min=1e-8).reshape(1) / 127
         return (tensor / scale).round().to(torch.int8), scale
 
-    def dequantize(self, tensor: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def dequantize(
+        self, tensor: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         whole = (tensor.reshape(len(scales), -1).float() * scales[:, None]).view(tensor.shape)
         return whole if dtype is None else whole.to(dtype)
 
@@ -60,16 +64,23 @@ class Run:
         self._forward(input_ids=torch.tensor([[1, 2, 3]]))
 
     def step(self) -> None:
-        self._step(torch.randint(2, 300, (1, 16), generator=torch.Generator().manual_seed(self._rank)))
+        self._step(
+            torch.randint(2, 300, (1, 16), generator=torch.Generator().manual_seed(self._rank))
+        )
 
     @property
     def secondaries(self) -> int:
-        return sum(parameter.ds_secondary_tensor is not None for parameter in self.parameters.values())
+        return sum(
+            parameter.ds_secondary_tensor is not None for parameter in self.parameters.values()
+        )
 
     def optimizers(self) -> dict[str, torch.Tensor]:
         """The trained weights as the optimizer has them, gathered from its own fp32 partitions."""
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        return {name: deepspeed.utils.safe_get_full_fp32_param(p).bfloat16() for name, p in trained.items()}
+        return {
+            name: deepspeed.utils.safe_get_full_fp32_param(p).bfloat16()
+            for name, p in trained.items()
+        }
 
     def sync(self) -> tuple[dict[str, torch.Tensor], list[int]]:
         """The weights in the engine after a sync, and how many collectives too many or too few this rank saw."""
@@ -86,7 +97,10 @@ class Run:
         sync = WeightSync(self._source, engines, 40_000)
         timings = sync.run(WeightVersion(self._update, self._update))
         assert len(sync.buckets) > 5
-        found = [after - start - len(sync.buckets) for start, after in zip(before, self.counted, strict=True)]
+        found = [
+            after - start - len(sync.buckets)
+            for start, after in zip(before, self.counted, strict=True)
+        ]
         assert found[0] == timings.collectives[0] - len(sync.buckets)  # the log says what happened
         return found
 
@@ -181,7 +195,11 @@ def test_weights_are_sent_as_they_are_stored_however_a_forward_gathers_them(tmp_
         expected = run.optimizers()
         tensors, surplus = run.sync()
         error = (tensors.pop(HEAD).float() - head).abs().max().item() if tensors else 0.0
-        return [surplus, not tensors or digest(tensors) == digest(expected), error < head.abs().max().item() / 100]
+        return [
+            surplus,
+            not tensors or digest(tensors) == digest(expected),
+            error < head.abs().max().item() / 100,
+        ]
 
     # the head is a tensor of two buckets: both are gathered with those two collectives, and none within a node
     assert on_ranks(body, tmp_path) == [[[0, -2], True, True]] * WORLD

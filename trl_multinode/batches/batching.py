@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
-POOL_ROWS = 1024  # limit for the rows of a pool; 2048 would gain 1 to 2 % in three times the planning time
+POOL_ROWS = (
+    1024  # limit for the rows of a pool; 2048 would gain 1 to 2 % in three times the planning time
+)
 POOL_RANKS = 64  # limit for the ranks of a pool; with 8 rows each, 128 would gain 1 % in three times the planning time
 BUDGETS = 24  # number of micro-step sizes to try; 48 would gain 0.3 %
 OVERHEAD = 16  # a micro-step has the fixed cost of a sixteenth of a full bin (ZeRO-3 gathers, kernel launches)

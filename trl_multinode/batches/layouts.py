@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-Row = dict[str, torch.Tensor]  # prompt_ids (prompt,), per-token fields (completion,), others () or (1,)
+# prompt_ids (prompt,), per-token fields (completion,), others () or (1,)
+Row = dict[str, torch.Tensor]
 
 # Fields with one value per completion token, and TRL's padding value. The importance sampling ratio is among them only
 # in token modes; its padding is 1, because VESPO also sums its logarithm over the padding.
@@ -62,7 +63,9 @@ def cut_rows(inputs: Mapping[str, torch.Tensor], per_token: frozenset[str]) -> l
     return rows
 
 
-def join_rows(rows: Sequence[Row], per_token: frozenset[str], pad_token_id: int) -> dict[str, torch.Tensor]:
+def join_rows(
+    rows: Sequence[Row], per_token: frozenset[str], pad_token_id: int
+) -> dict[str, torch.Tensor]:
     """Join rows into a batch in TRL's layout, only as wide as these rows need: the inverse of [`cut_rows`].
 
     The batch has at least two completion columns: TRL's slice `[:, -0:]` would select all columns, and its metrics
@@ -72,7 +75,9 @@ def join_rows(rows: Sequence[Row], per_token: frozenset[str], pad_token_id: int)
         `ValueError`: if the rows have different fields.
     """
     if different := {name for row in rows for name in row.keys() ^ rows[0].keys()}:
-        raise ValueError(f"Rows of a micro-batch differ in {sorted(different)}. Unset `micro_batch_tokens`.")
+        raise ValueError(
+            f"Rows of a micro-batch differ in {sorted(different)}. Unset `micro_batch_tokens`."
+        )
     batch = _joined_prompts([row["prompt_ids"] for row in rows], pad_token_id)
     for name in rows[0]:
         if name == "prompt_ids":
@@ -83,14 +88,18 @@ def join_rows(rows: Sequence[Row], per_token: frozenset[str], pad_token_id: int)
             batch[name] = _two_columns(values, fill)
         else:
             batch[name] = torch.stack(values)
-    batch["completion_mask"] = _two_columns([torch.ones_like(row["completion_ids"]) for row in rows], 0)
+    batch["completion_mask"] = _two_columns(
+        [torch.ones_like(row["completion_ids"]) for row in rows], 0
+    )
     return batch
 
 
 def _joined_prompts(prompts: list[torch.Tensor], pad_token_id: int) -> dict[str, torch.Tensor]:
     return {
         "prompt_ids": pad_sequence(prompts, True, pad_token_id, padding_side="left"),
-        "prompt_mask": pad_sequence(list(map(torch.ones_like, prompts)), True, 0, padding_side="left"),
+        "prompt_mask": pad_sequence(
+            list(map(torch.ones_like, prompts)), True, 0, padding_side="left"
+        ),
     }
 
 
@@ -106,11 +115,15 @@ def row_to_record(row: Row) -> torch.Tensor:
     parts = []
     for value in row.values():
         flat = value.reshape(-1)
-        parts.append(flat.float().view(torch.int32) if flat.is_floating_point() else flat.to(torch.int32))
+        parts.append(
+            flat.float().view(torch.int32) if flat.is_floating_point() else flat.to(torch.int32)
+        )
     return torch.cat(parts)
 
 
-def record_to_row(record: torch.Tensor, like: Row, sizes: Sequence[int], per_token: frozenset[str]) -> Row:
+def record_to_row(
+    record: torch.Tensor, like: Row, sizes: Sequence[int], per_token: frozenset[str]
+) -> Row:
     """Unpack a row: the inverse of [`row_to_record`].
 
     Args:

@@ -23,8 +23,11 @@ class LocalMetrics:
     """The metrics of one optimizer step of one rank."""
 
     def __init__(self) -> None:
-        self._values: dict[str, list[torch.Tensor]] = defaultdict(list)  # (sum, count), or an extreme twice
-        self._reduced: torch.Tensor | None = None  # the (sum, count) of the value that TRL appends next
+        # (sum, count), or an extreme twice
+        self._values: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._reduced: torch.Tensor | None = (
+            None  # the (sum, count) of the value that TRL appends next
+        )
 
     @contextmanager
     def kept_local(self, trainer: GRPOTrainer) -> Iterator[None]:

@@ -23,11 +23,23 @@ from .local_metrics import LocalMetrics
 from .own_loss import reason_of_loss
 from .shares import RowDealer, Share, Tensors
 
-MEAN_OVER_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")  # the loss of a micro-batch is a mean over its rows
-SUM_OVER_TOKENS = ("dapo", "cispo", "vespo")  # the loss is a sum, divided by the tokens of the generation block
+# the loss of a micro-batch is a mean over its rows
+MEAN_OVER_ROWS = (
+    "grpo",
+    "sapo",
+    "dr_grpo",
+    "luspo",
+)
+# the loss is a sum, divided by the tokens of the generation block
+SUM_OVER_TOKENS = (
+    "dapo",
+    "cispo",
+    "vespo",
+)
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
-Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # log-probs, entropies, auxiliary loss
+# log-probs, entropies, auxiliary loss
+Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 def reason_against(trainer: GRPOTrainer) -> str | None:
@@ -38,18 +50,24 @@ def reason_against(trainer: GRPOTrainer) -> str | None:
     layers = sorted({*(getattr(config, "layer_types", None) or [])} - KNOWN_LAYERS)
     reasons = {
         f"loss_type={trainer.loss_type!r} is not a sum over rows": (
-            trainer.loss_reduction is None and trainer.loss_type not in MEAN_OVER_ROWS + SUM_OVER_TOKENS
+            trainer.loss_reduction is None
+            and trainer.loss_type not in MEAN_OVER_ROWS + SUM_OVER_TOKENS
         ),
         "the entropy bonus is a mean over the tokens of a micro-batch": trainer._entropy_bonus_enabled,
         "top_entropy_quantile is taken over a micro-batch": trainer.top_entropy_quantile < 1.0,
         "the router's auxiliary loss is taken over a micro-batch": trainer.aux_loss_enabled,
         "the model takes images": trainer._is_vlm,
         f"{type(trainer.model).__name__} has no rotary positions, so they may be absolute": not rotary,
-        f"rotary frequencies depend on the padded length: {rope}": "dynamic" in rope or "longrope" in rope,
+        f"rotary frequencies depend on the padded length: {rope}": "dynamic" in rope
+        or "longrope" in rope,
         f"layers of type {layers} may see padding": bool(layers),
-        "context parallelism cuts the batch itself": bool(getattr(trainer.accelerator, "parallelism_config", None)),
+        "context parallelism cuts the batch itself": bool(
+            getattr(trainer.accelerator, "parallelism_config", None)
+        ),
     }
-    return reason_of_loss(type(trainer)) or next((reason for reason, holds in reasons.items() if holds), None)
+    return reason_of_loss(type(trainer)) or next(
+        (reason for reason, holds in reasons.items() if holds), None
+    )
 
 
 def with_tool_mask(trainer: Any, inputs: Tensors) -> Tensors:
@@ -61,7 +79,10 @@ def with_tool_mask(trainer: Any, inputs: Tensors) -> Tensors:
     if trainer.rollout_func is None:
         return inputs
     mask = inputs.get("tool_mask")
-    return {**inputs, "tool_mask": (torch.ones_like(inputs["completion_ids"]) if mask is None else mask).float()}
+    return {
+        **inputs,
+        "tool_mask": (torch.ones_like(inputs["completion_ids"]) if mask is None else mask).float(),
+    }
 
 
 class MicroSteps(Trainer):
@@ -76,7 +97,10 @@ class MicroSteps(Trainer):
         return super().train(*args, **kwargs)
 
     def training_step(
-        self, model: torch.nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
+        self,
+        model: torch.nn.Module,
+        inputs: Any,
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         if self._balance is None:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -85,7 +109,9 @@ class MicroSteps(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         micro_step = super().training_step
-        return self._balance.train(model, lambda batch: micro_step(model, batch, num_items_in_batch))
+        return self._balance.train(
+            model, lambda batch: micro_step(model, batch, num_items_in_batch)
+        )
 
 
 class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
@@ -166,7 +192,9 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
         def compact(ids: torch.Tensor, mask: torch.Tensor, keep: int) -> Scores:
             layout = Compact(mask, keep, self.pad_to_multiple_of or 1)
             scored = partial(_call_with_labels, model, layout.only_completions)
-            found = score(scored, layout.ids(ids), layout.attention_mask, layout.logits_to_keep, **kwargs)
+            found = score(
+                scored, layout.ids(ids), layout.attention_mask, layout.logits_to_keep, **kwargs
+            )
             return layout.restore(found[0]), layout.restore(found[1]), found[2]
 
         if torch.is_grad_enabled():
@@ -175,7 +203,11 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
 
 
 def _call_with_labels(
-    model: Callable[..., Any], change: Callable[[torch.Tensor], torch.Tensor], *, labels: torch.Tensor, **inputs: Any
+    model: Callable[..., Any],
+    change: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    labels: torch.Tensor,
+    **inputs: Any,
 ) -> Any:
     return model(**inputs, labels=change(labels))
 
@@ -198,7 +230,8 @@ class Balance:
 
     def reset(self) -> None:
         """Drop the slices and metrics of an optimizer step that did not end."""
-        self.slices: list[Tensors] = []  # slices of this optimizer step; TRL may use these objects again
+        # slices of this optimizer step; TRL may use these objects again
+        self.slices: list[Tensors] = []
         self.metrics = LocalMetrics()
         self.dealer.take_moved()
 
@@ -217,7 +250,9 @@ class Balance:
         """Return the factor that makes a micro-batch's loss its part of TRL's loss: see docs/use/balance.md."""
         return rows / self._slice_rows if self._trainer.is_mean_over_rows else 1.0
 
-    def train(self, model: torch.nn.Module, micro_step: Callable[[Tensors], torch.Tensor]) -> torch.Tensor:
+    def train(
+        self, model: torch.nn.Module, micro_step: Callable[[Tensors], torch.Tensor]
+    ) -> torch.Tensor:
         """Run all micro-steps of an optimizer step; return this rank's loss, scaled like the sum over TRL's calls."""
         slices, self.slices = self.slices, []
         self._slice_rows = len(slices[0]["prompt_ids"])
@@ -287,7 +322,9 @@ class Balance:
         return result
 
     def _join(self, rows: dict[int, Row]) -> Tensors:
-        return join_rows(list(rows.values()), self.dealer.per_token, self._trainer._tokenizer.pad_token_id)
+        return join_rows(
+            list(rows.values()), self.dealer.per_token, self._trainer._tokenizer.pad_token_id
+        )
 
     def _log(self, shares: list[Share], seconds: float) -> None:
         """Log TRL's metrics, with a collective of all ranks, and the `balance/` metrics, which need no collective."""

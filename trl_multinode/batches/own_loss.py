@@ -95,7 +95,10 @@ class _Watched(dict):
 
     read = False
 
-    def __iter__(self) -> Iterator:  # without it `{**batch}` would copy the entries below these methods
+    # without it `{**batch}` would copy the entries below these methods
+    def __iter__(
+        self,
+    ) -> Iterator:
         return super().__iter__()
 
     def items(self) -> Any:

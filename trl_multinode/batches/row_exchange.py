@@ -62,7 +62,11 @@ class RowExchange:
         return every.view(-1, len(mine), 2).cpu().numpy()
 
     def move(
-        self, records: dict[int, torch.Tensor], sizes: np.ndarray, sources: np.ndarray, targets: np.ndarray
+        self,
+        records: dict[int, torch.Tensor],
+        sizes: np.ndarray,
+        sources: np.ndarray,
+        targets: np.ndarray,
     ) -> dict[int, torch.Tensor]:
         """Send the records that leave this rank and return those that arrive. A collective of all ranks.
 
@@ -104,7 +108,11 @@ class Hop:
             self._group = [dist.new_group(ranks.tolist()) for ranks in groups][index]
 
     def move(
-        self, records: dict[int, torch.Tensor], sizes: np.ndarray, sources: np.ndarray, targets: np.ndarray
+        self,
+        records: dict[int, torch.Tensor],
+        sizes: np.ndarray,
+        sources: np.ndarray,
+        targets: np.ndarray,
     ) -> dict[int, torch.Tensor]:
         """Send and return records as [`RowExchange.move`] does; a row's source and target are in one group."""
         if len(self._ranks) == 1:
@@ -121,7 +129,9 @@ class Hop:
         parts = incoming.split(sizes[arriving].tolist())
         return dict(zip(arriving.tolist(), parts, strict=True))
 
-    def _by_peer(self, rows: np.ndarray, peers: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    def _by_peer(
+        self, rows: np.ndarray, peers: np.ndarray, sizes: np.ndarray
+    ) -> tuple[np.ndarray, list[int]]:
         """Sort rows by their peer; return them and the summed size for each rank of the group."""
         order = np.argsort(peers[rows], kind="stable")
         rows = rows[order]

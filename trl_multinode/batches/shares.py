@@ -30,8 +30,11 @@ class Share:
     def __init__(self, plan: Plan, sizes: np.ndarray, rank: int, inputs: Tensors):
         self.plan, self.sizes = plan, sizes
         self.owners, self.targets = plan.owners, plan.targets()
-        self.own = np.flatnonzero(self.owners == rank).tolist()  # rows that this rank holds before the exchange
-        self.scalars = {name: value for name, value in inputs.items() if value is not None and value.ndim == 0}
+        # rows that this rank holds before the exchange
+        self.own = np.flatnonzero(self.owners == rank).tolist()
+        self.scalars = {
+            name: value for name, value in inputs.items() if value is not None and value.ndim == 0
+        }
         self.steps: list[dict[int, Row]] = []  # rows that this rank runs, by micro-step
 
 
@@ -50,11 +53,15 @@ class RowDealer:
         self._cap = settings.micro_batch_tokens
         self._longest_completion = trainer.args.max_completion_length
         self._topology = Topology.from_environment()
-        self._exchange = RowExchange(self._topology, settings.balance_across, trainer.accelerator.device)
+        self._exchange = RowExchange(
+            self._topology, settings.balance_across, trainer.accelerator.device
+        )
         self._linear = 6 * trainer.model.config.get_text_config().hidden_size
         self._multiple = trainer.pad_to_multiple_of or 1
         per_sequence = trainer.vllm_importance_sampling_mode.startswith("sequence_")
-        self.per_token = frozenset(PER_TOKEN) - ({"importance_sampling_ratio"} if per_sequence else set())
+        self.per_token = frozenset(PER_TOKEN) - (
+            {"importance_sampling_ratio"} if per_sequence else set()
+        )
         self._planned_lengths = np.empty(0)  # of `_last_plan`
         # sums over all ranks since `take_moved`; the second between nodes only
         self._moved_bytes, self._crossed_bytes = 0, 0
@@ -81,7 +88,9 @@ class RowDealer:
         """Send the rows that other ranks run, and return those of other ranks that this one runs."""
         like = next(iter(rows.values()))
         in_row = [name for name in like if name in self.per_token]
-        others = sum(value.numel() for name, value in like.items() if name not in (*in_row, "prompt_ids"))
+        others = sum(
+            value.numel() for name, value in like.items() if name not in (*in_row, "prompt_ids")
+        )
         record_sizes = share.sizes[:, 0] + len(in_row) * share.sizes[:, 1] + others
         leaving = {}
         for number, row in rows.items():
@@ -114,7 +123,9 @@ class RowDealer:
     def _plan(self, padded: np.ndarray) -> Plan:
         """Plan rows of these lengths. The passes of the old and the reference log-probs share a plan."""
         if not np.array_equal(self._planned_lengths, padded):
-            self._last_plan = plan_micro_steps(padded, self._exchange.across, self._cap, self._linear)
+            self._last_plan = plan_micro_steps(
+                padded, self._exchange.across, self._cap, self._linear
+            )
             self._planned_lengths = padded
         return self._last_plan
 

@@ -40,7 +40,8 @@ class Rollout:
     """One completion, as an engine returned it."""
 
     tokens: np.ndarray  # int32 (T,)
-    logprobs: np.ndarray  # float32 (T,), of the sampled tokens at their temperature, over the whole vocabulary
+    # float32 (T,), of the sampled tokens at their temperature, over the whole vocabulary
+    logprobs: np.ndarray
     version: WeightVersion  # the weights that generated its first token
     engine: int  # index on the node
     versions: tuple[VersionSpan, ...] = ()  # the weights of all its tokens; by default `version`
@@ -93,7 +94,8 @@ class EngineClient:
         self.index = index
         self.name = connection.name
         self.unanswered: set[int] = set()  # request ids
-        self.last_work = time.monotonic()  # time of the last message from the engine, or of the first open request
+        # time of the last message from the engine, or of the first open request
+        self.last_work = time.monotonic()
         self._connection = connection
         self._where = f"Rank {rank} (node {node})"
         self._stall_timeout_s = stall_timeout_s
@@ -105,7 +107,8 @@ class EngineClient:
         self.lost: EngineError | None = None  # why this engine serves this connection no more
         self._process: psutil.Process | None = None
         with suppress(psutil.NoSuchProcess):  # it has ended since it answered
-            self._process = psutil.Process(ready.pid)  # refuses to kill a later process with the same pid
+            # refuses to kill a later process with the same pid
+            self._process = psutil.Process(ready.pid)
 
     def lose(self, error: EngineError) -> None:
         """Give this engine up. A stalled one is killed, so that its owner starts it again; its owner gets the reason.
@@ -117,7 +120,8 @@ class EngineClient:
         self.lost = error
         self.unanswered.clear()
         self._early.clear()
-        if isinstance(error, EngineStalledError) and self.ready.pid != os.getpid():  # else a thread of a test
+        # else a thread of a test
+        if isinstance(error, EngineStalledError) and self.ready.pid != os.getpid():
             self._connection.explain_end(f"it stalled and was killed. {error}")
             with suppress(psutil.NoSuchProcess):
                 if self._process is not None:
@@ -188,7 +192,9 @@ class EngineClient:
             return reply
         if reply.error is EngineDiedError:
             raise self._connection.ended(reply.message)
-        raise reply.error(f"{self._where}: {self.name}: {reply.message}. Log: {self._connection.log_path}")
+        raise reply.error(
+            f"{self._where}: {self.name}: {reply.message}. Log: {self._connection.log_path}"
+        )
 
     def check_stall(self) -> None:
         """Raise `EngineStalledError` if the engine has work and has sent no message for too long."""
@@ -211,7 +217,9 @@ class EngineClient:
         """Return the log-probs of `tokens[1:]` under the engine's current weights, of logits / `temperature`."""
         return self.scored(self.post_score(tokens, temperature))
 
-    def post_score(self, tokens: Sequence[int], temperature: float = 1.0, images: tuple[Image, ...] = ()) -> int:
+    def post_score(
+        self, tokens: Sequence[int], temperature: float = 1.0, images: tuple[Image, ...] = ()
+    ) -> int:
         """Request a score without waiting for it, and return the request's id."""
         return self.post(Score(prompt=pack_ids(tokens), temperature=temperature, images=images))
 
@@ -250,7 +258,9 @@ class EngineClient:
         self._connection.close()
 
 
-def wrong_spans(versions: Sequence[VersionSpan], num_tokens: int, sent: Mapping[int, int]) -> str | None:
+def wrong_spans(
+    versions: Sequence[VersionSpan], num_tokens: int, sent: Mapping[int, int]
+) -> str | None:
     """Return what is wrong with a completion's version spans, `None` if nothing is.
 
     Args:

@@ -51,7 +51,16 @@ def engine_environment(extra: dict[str, str], folder: Path | None = None) -> dic
     # vLLM forks by default until CUDA is initialized, and a fork inherits `plugins_loaded = True`: it would not run
     # our plugin, and the engine would refuse to start. `vllm serve` and vLLM on a CPU spawn too.
     spawning = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    return {**kept, **quiet, **local, **private, **readable, **spawning, **logging_levels(), **extra}
+    return {
+        **kept,
+        **quiet,
+        **local,
+        **private,
+        **readable,
+        **spawning,
+        **logging_levels(),
+        **extra,
+    }
 
 
 def logging_levels() -> dict[str, str]:

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from ..run.store import Store
 
 STOP_TIMEOUT_S = 15.0  # longer than vLLM gives its processes
-OTHER_RANKS_WAIT_LONGER_S = 30.0  # so that the local main process, whose error explains more, fails first
+OTHER_RANKS_WAIT_LONGER_S = (
+    30.0  # so that the local main process, whose error explains more, fails first
+)
 
 
 class EngineFleet:
@@ -80,7 +82,9 @@ class EngineFleet:
         self._run_folder: RunFolder | None = None
         self.restarts: EngineRestarts | None = None  # on the local main process
 
-    def start(self, engine_settings: EngineSettings, num_engines: int, model: Any, processing_class: Any) -> None:
+    def start(
+        self, engine_settings: EngineSettings, num_engines: int, model: Any, processing_class: Any
+    ) -> None:
         """Start the node's engines and wait until they are ready. Local main process only.
 
         Raises:
@@ -97,14 +101,25 @@ class EngineFleet:
         settings = self._settings
         wait_until_ready(self._processes, settings.engine_start_timeout, self._report)
         self.restarts = EngineRestarts(
-            self._processes, start, settings.engine_restarts, settings.engine_start_timeout, self._watch, self._report
+            self._processes,
+            start,
+            settings.engine_restarts,
+            settings.engine_start_timeout,
+            self._watch,
+            self._report,
         )
         self.restarts.watch_engines()  # not earlier: the error of a failed start explains more than the watchdog's
 
-    def _start_engine(self, settings: EngineSettings, model_folder: Path, index: int) -> EngineProcess:
+    def _start_engine(
+        self, settings: EngineSettings, model_folder: Path, index: int
+    ) -> EngineProcess:
         node = self._topology.node
         phases = self._phases
-        states = None if phases is None else phases.path.absolute().with_name(f"node{node}_engine{index}.jsonl")
+        states = (
+            None
+            if phases is None
+            else phases.path.absolute().with_name(f"node{node}_engine{index}.jsonl")
+        )
         spec = EngineSpec(
             index=index,
             folder=str(self.folder),
@@ -119,7 +134,9 @@ class EngineFleet:
             spec,
             self._logs / f"engine{index}.log",
             settings.environment(index),
-            module=os.environ.get("TRL_MULTINODE_ENGINE_MODULE", "trl_multinode.engine_process.main"),
+            module=os.environ.get(
+                "TRL_MULTINODE_ENGINE_MODULE", "trl_multinode.engine_process.main"
+            ),
             cores=engine_cores(self._topology.launched),
         )
 

@@ -31,7 +31,8 @@ class EngineLoad:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # held for microseconds; the kernel releases it if the holder dies
+        # held for microseconds; the kernel releases it if the holder dies
+        fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             yield
         finally:

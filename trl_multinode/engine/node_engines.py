@@ -62,9 +62,12 @@ class NodeEngines(EngineGroup):
         self._renew_next: set[int] = set()  # engines for `_renew_now`
         self._sockets = sockets
         self._log_folder = log_folder
-        self._sent: dict[int, int] = {}  # optimizer step of every weight update that was sent, by its number
+        # optimizer step of every weight update that was sent, by its number
+        self._sent: dict[int, int] = {}
         self._node = node
-        self._client = partial(EngineClient, rank=rank, node=node, stall_timeout_s=stall_timeout_s, sent=self._sent)
+        self._client = partial(
+            EngineClient, rank=rank, node=node, stall_timeout_s=stall_timeout_s, sent=self._sent
+        )
         self._window = window
         self._load = EngineLoad(load, len(sockets))
         self._stream: RequestStream | None = None  # the open one, or that of the running `generate`
@@ -73,7 +76,9 @@ class NodeEngines(EngineGroup):
 
     def _connect(self, index: int, timeout_s: float = 30.0) -> EngineClient:
         log = self._log_folder / f"engine{index}.log"
-        connection = Connection(str(self._sockets[index]), f"engine {index} of node {self._node}", log, timeout_s)
+        connection = Connection(
+            str(self._sockets[index]), f"engine {index} of node {self._node}", log, timeout_s
+        )
         return self._client(connection, index, tolerant=self.tolerant)
 
     # ---- engines that are started again -----------------------------------------------------------------------------
@@ -147,7 +152,9 @@ class NodeEngines(EngineGroup):
             `EngineRefusedError`: if vLLM refuses a prompt or the sampling settings.
         """
         self._renew_now()
-        numbered = [replace(request, row=row, min_update=min_update) for row, request in enumerate(requests)]
+        numbered = [
+            replace(request, row=row, min_update=min_update) for row, request in enumerate(requests)
+        ]
         results: list[list[Rollout]] = [[] for _ in numbered]
         with closing(self._new_stream(max_tokens, sampling)) as stream:
             self._stream = stream

@@ -23,7 +23,9 @@ from .run_folder import check_exists
 from .start_log import REFERS_TO_ANOTHER, StartLog
 
 PROGRESS_EVERY_S = 15.0
-FAILED_S = 20.0  # after a process of vLLM has logged that the start failed, in which all of them must end
+FAILED_S = (
+    20.0  # after a process of vLLM has logged that the start failed, in which all of them must end
+)
 
 
 class EngineProcess:
@@ -62,7 +64,8 @@ class EngineProcess:
         spec_path = spec.socket_path.with_suffix(".json")
         spec_path.write_bytes(msgspec.json.encode(spec))
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(log_path, "ab", buffering=0) as log:  # append: an earlier run's error message may refer to this file
+        # append: an earlier run's error message may refer to this file
+        with open(log_path, "ab", buffering=0) as log:
             with suppress(OSError):  # a full disk
                 log.write(f"---- {self.name}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
             self.start_log = StartLog(log_path)
@@ -92,7 +95,9 @@ class EngineProcess:
         self.start_log.follow()
         if ended:
             stage = self.start_log.stage
-            raise self._start_error(f"did not start: {self.why_ended()} (stage of its start: {stage})")
+            raise self._start_error(
+                f"did not start: {self.why_ended()} (stage of its start: {stage})"
+            )
         if self.start_log.failed_s > FAILED_S:
             cause = self.start_log.cause() or "see its log"
             raise self._start_error(
@@ -119,7 +124,10 @@ class EngineProcess:
 
     def why_ended(self) -> str:
         """Return the reason that the engine wrote, or else how its process ended, and the path of its log."""
-        reason = reason_of_end(self._spec.failure_path) or f"its process {self.pid} {self._how_it_ended()}"
+        reason = (
+            reason_of_end(self._spec.failure_path)
+            or f"its process {self.pid} {self._how_it_ended()}"
+        )
         if any(words in reason for words in REFERS_TO_ANOTHER):
             reason = self.start_log.cause() or reason
         return f"{reason.rstrip('.')}. Log: {self.log_path}"
@@ -133,14 +141,20 @@ class EngineProcess:
             file.close()
 
     def _how_it_ended(self) -> str:
-        code = self._process.returncode  # set if another thread has asked for it, which removes the zombie
+        # set if another thread has asked for it, which removes the zombie
+        code = self._process.returncode
         if code is None:
             return exit_cause(self.pid)
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with code {code}"
+        )
 
     def stop(self, timeout_s: float) -> None:
         """Wait `timeout_s` for the process to end, and again after `END_ENGINE`; then kill the rest of its group."""
-        for _ in range(2):  # the second wait is after the signal, which makes the process kill its own tree
+        # the second wait is after the signal, which makes the process kill its own tree
+        for _ in range(2):
             try:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -172,7 +186,9 @@ class EngineProcess:
         return True
 
 
-def wait_until_ready(engines: list[EngineProcess], timeout_s: float, report: Callable[[str], None]) -> None:
+def wait_until_ready(
+    engines: list[EngineProcess], timeout_s: float, report: Callable[[str], None]
+) -> None:
     """Wait until all engines of the node are ready, and report the stage of each one that is not every 15 s.
 
     Raises:
@@ -185,8 +201,14 @@ def wait_until_ready(engines: list[EngineProcess], timeout_s: float, report: Cal
             raise waiting[0].too_late(timeout_s)
         if now - reported >= PROGRESS_EVERY_S:
             reported = now
-            stages = ", ".join(f"engine {engine.index} {engine.start_log.stage}" for engine in waiting)
-            report(f"{len(waiting)} engine(s) still starting, {now - start:.0f} of {timeout_s:.0f} s: {stages}")
+            stages = ", ".join(
+                f"engine {engine.index} {engine.start_log.stage}" for engine in waiting
+            )
+            report(
+                f"{len(waiting)} engine(s) still starting, {now - start:.0f} of {timeout_s:.0f} s: {stages}"
+            )
         time.sleep(0.1)
     last = max(engines, key=lambda engine: engine.start_log.last_change)
-    report(f"{len(engines)} engine(s) ready after {time.monotonic() - start:.0f} s ({last.start_log.seconds()})")
+    report(
+        f"{len(engines)} engine(s) ready after {time.monotonic() - start:.0f} s ({last.start_log.seconds()})"
+    )

@@ -77,7 +77,8 @@ class EngineRestarts:
     def state(self) -> str:
         """Return which engines start, for a line of progress."""
         return ", ".join(
-            f"engine {index} starts again ({self._processes[index].start_log.stage})" for index in list(self._starting)
+            f"engine {index} starts again ({self._processes[index].start_log.stage})"
+            for index in list(self._starting)
         )
 
     def is_ready(self, index: int) -> bool:
@@ -92,7 +93,9 @@ class EngineRestarts:
         """
         deadline = time.monotonic() + DYING_S
         with self._changed:
-            while not self._closed and (self._processes[index].start <= start or index in self._starting):
+            while not self._closed and (
+                self._processes[index].start <= start or index in self._starting
+            ):
                 if self._processes[index].start <= start and time.monotonic() > deadline:
                     self._processes[index].kill()  # it lives although its connection has ended
                 self._changed.wait(0.2)
@@ -110,7 +113,9 @@ class EngineRestarts:
             self._counts[index] += 1
             self._starting.add(index)
         self._announce(index, why)
-        threading.Thread(target=self._start, args=(index,), name=f"restart of engine {index}", daemon=True).start()
+        threading.Thread(
+            target=self._start, args=(index,), name=f"restart of engine {index}", daemon=True
+        ).start()
         return None
 
     def _last_end(self, process: EngineProcess, why: str) -> str:
@@ -130,7 +135,9 @@ class EngineRestarts:
                 if self._closed:
                     return
                 self._processes[index] = process = self._start_again(index)
-                wait_until_ready([process], self._timeout_s, lambda text: self._report(f"engine {index}: {text}"))
+                wait_until_ready(
+                    [process], self._timeout_s, lambda text: self._report(f"engine {index}: {text}")
+                )
                 break
             except Exception as error:  # this thread has no caller that would see it
                 if self._closed:
@@ -141,7 +148,9 @@ class EngineRestarts:
                 self._counts[index] += 1
                 self._processes[index].record_loss(str(error))
                 self._announce(index, str(error))
-        self._report(f"engine {index} was started again in {time.monotonic() - begin:.1f} s and waits for its weights")
+        self._report(
+            f"engine {index} was started again in {time.monotonic() - begin:.1f} s and waits for its weights"
+        )
         self._watch.add_process(process.pid, partial(self._on_end, process))
         with self._changed:
             self._starting.discard(index)

@@ -11,7 +11,9 @@ from ..wire.locks import hold, release
 
 MAX_SOCKET_PATH = 107  # bytes, the kernel's limit
 UUID_LENGTH = 36  # vLLM gives its sockets such names
-RESERVED = 8  # descriptors for the removal, in a process that has none left: a leak is a usual way to end
+RESERVED = (
+    8  # descriptors for the removal, in a process that has none left: a leak is a usual way to end
+)
 
 
 class RunFolder:
@@ -56,7 +58,9 @@ def check_private(folder: Path) -> None:
     try:
         found = folder.lstat()
     except OSError as error:
-        raise EngineError(f"The run's folder {folder} cannot be opened ({error}). Was it removed?") from error
+        raise EngineError(
+            f"The run's folder {folder} cannot be opened ({error}). Was it removed?"
+        ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise EngineError(
             f"The store of the run names {folder} as the folder of this node's engines, which is no private folder "

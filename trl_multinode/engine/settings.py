@@ -68,7 +68,9 @@ class EngineSettings:
         rows = (self.keywords.get("max_num_seqs") or 8) // self.settings.vllm_tensor_parallel_size
         # one round is begun while `max_staleness` are; if an update waits for running rows, only one round is running
         rounds = self.settings.max_staleness + 1 if self.settings.in_flight else 1
-        per_engine = -(-rounds * rows * self.topology.ranks_per_node // len(self.devices.per_engine))
+        per_engine = -(
+            -rounds * rows * self.topology.ranks_per_node // len(self.devices.per_engine)
+        )
         return min(max(8, per_engine), MAX_ROWS)
 
     @property
@@ -100,8 +102,15 @@ class EngineSettings:
             # without per-row seeds, engines with the same seed would repeat each other's completions
             "seed": self.settings.seed + self.topology.node * len(self.devices.per_engine) + index,
         }
-        dtype = {"dtype": str(self.dtype).removeprefix("torch.")}  # never vLLM's "auto", which looks at the model only
-        return args | self._memory(index) | lora_arguments(self.lora_rank) | self.settings.engine_kwargs | dtype
+        # never vLLM's "auto", which looks at the model only
+        dtype = {"dtype": str(self.dtype).removeprefix("torch.")}
+        return (
+            args
+            | self._memory(index)
+            | lora_arguments(self.lora_rank)
+            | self.settings.engine_kwargs
+            | dtype
+        )
 
     def _memory(self, index: int) -> dict:
         if not self.devices.per_engine[index]:
@@ -114,13 +123,18 @@ class EngineSettings:
         if gpus:
             return only_visible(gpus)
         cores = engine_cores(self.topology.launched)
-        return {**CPU_ENVIRONMENT, **cores_per_worker(self.settings.vllm_tensor_parallel_size, cores)}
+        return {
+            **CPU_ENVIRONMENT,
+            **cores_per_worker(self.settings.vllm_tensor_parallel_size, cores),
+        }
 
 
 def gpu_share(settings: NodeSettings, devices: EngineDevices) -> float:
     """Return the share of each of its GPUs' memory that an engine takes."""
     default = GPU_SHARE_OF_TRAINING if devices.shared_with_training else GPU_SHARE_OF_RESERVED
-    chosen = settings.engine_kwargs.get("gpu_memory_utilization", settings.vllm_gpu_memory_utilization)
+    chosen = settings.engine_kwargs.get(
+        "gpu_memory_utilization", settings.vllm_gpu_memory_utilization
+    )
     return default if chosen is None else chosen
 
 
@@ -128,7 +142,11 @@ def lora_arguments(rank: int) -> dict:
     """Return vLLM's LoRA arguments. vLLM accepts only certain ranks, and pads a smaller adapter with zeros."""
     if not rank:
         return {}
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(r for r in LORA_RANKS if r >= rank)}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(r for r in LORA_RANKS if r >= rank),
+    }
 
 
 def cores_per_worker(tensor_parallel_size: int, cores: Collection[int] = ()) -> dict[str, str]:
@@ -145,12 +163,17 @@ def cores_per_worker(tensor_parallel_size: int, cores: Collection[int] = ()) -> 
     if tensor_parallel_size == 1 or chosen and not chosen.isdecimal():
         return {}
     usable = [int(chosen)] if chosen else sorted(cores or os.sched_getaffinity(0))
-    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(usable[i % len(usable)]) for i in range(tensor_parallel_size))}
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(
+            str(usable[i % len(usable)]) for i in range(tensor_parallel_size)
+        )
+    }
 
 
 def check_vllm() -> None:
     """Raise `ConfigurationError` if vLLM is missing or out of range, without importing it (7-13 s)."""
-    if "TRL_MULTINODE_ENGINE_MODULE" in os.environ:  # another engine, such as the test kit's fake one
+    # another engine, such as the test kit's fake one
+    if "TRL_MULTINODE_ENGINE_MODULE" in os.environ:
         return
     low, high = VLLM_RANGE
     install = f"`pip install 'vllm>={low[0]}.{low[1]},<{high[0]}.{high[1]}'`"

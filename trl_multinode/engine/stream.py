@@ -30,7 +30,9 @@ class Request:
     num_completions: int = 1
     seed: int | None = None  # row i samples with seed + i
     images: tuple[Image, ...] = ()
-    min_update: int = 0  # number of the weight update that must have been attempted before the rows start
+    min_update: int = (
+        0  # number of the weight update that must have been attempted before the rows start
+    )
     group: GroupId = NO_GROUP  # those of a group follow each other, so that one engine computes their prompt once
     row: int = 0  # place in the group, or among the requests of a call
     num_made: int = 0  # tokens of the completion that `prompt` ends with
@@ -118,14 +120,20 @@ class RequestStream:
             Message with the settings that all requests share.
     """
 
-    def __init__(self, clients: Sequence[EngineClient], load: EngineLoad, window: int, message: Generate):
+    def __init__(
+        self, clients: Sequence[EngineClient], load: EngineLoad, window: int, message: Generate
+    ):
         self._renew: Callable[[], Sequence[EngineClient]] | None = None
         self._load = load
         self._window = window
         self._message = message
         self._waiting: deque[Request] = deque()
         self._lanes = [Lane(client) for client in clients]  # by engine
-        self._last: tuple[GroupId, int] = (NO_GROUP, 0)  # group and engine of the last request that was sent
+        # group and engine of the last request that was sent
+        self._last: tuple[GroupId, int] = (
+            NO_GROUP,
+            0,
+        )
         self._num_added = self._num_ended = 0  # each is written by one thread
         self._asked: deque[Peeking] = deque()
         self._wake_up = WakeUp()
@@ -141,10 +149,17 @@ class RequestStream:
     @property
     def stopped(self) -> bool:
         """Return whether rows wait and no engine is left. Any thread may read it."""
-        return self.rows_left > 0 and self._renew is None and all(lane.client.lost for lane in self._lanes)
+        return (
+            self.rows_left > 0
+            and self._renew is None
+            and all(lane.client.lost for lane in self._lanes)
+        )
 
     def renew_with(self, renew: Callable[[], Sequence[EngineClient]]) -> None:
-        """Let the thread that polls call `renew`, which connects to engines that were started again and returns all."""
+        """Let the thread that polls call `renew`, which connects to engines that were started again.
+
+        It returns the connections to all engines.
+        """
         self._renew = renew
         self._wake_up.set()
 
@@ -198,7 +213,8 @@ class RequestStream:
         if (renew := self._renew) is not None:
             for client in renew():
                 if client is not self._lanes[client.index].client:
-                    self._begin_again(client)  # its requests are still open if nothing was read since it was lost
+                    # its requests are still open if nothing was read since it was lost
+                    self._begin_again(client)
             self._selector.close()
             self._select()
             self._renew = None
@@ -294,7 +310,8 @@ class RequestStream:
             peeking.add(self._rows_so_far(client, client.checked(reply)))
             return None
         if number not in lane.open:
-            client.keep(reply)  # another part of the rank has asked for it, or a call that has failed
+            # another part of the rank has asked for it, or a call that has failed
+            client.keep(reply)
             return None
         client.checked(reply)  # before the request is closed: a lost one begins again
         request = lane.open.pop(number)

@@ -35,7 +35,8 @@ class CompletionBuffer:
         self.complete = False
         self.tokens = array("i", tokens)
         self.logprobs = array("f", logprobs)
-        self._swaps: list[tuple[int, WeightVersion]] = []  # first token after each swap, and the weights from there on
+        # first token after each swap, and the weights from there on
+        self._swaps: list[tuple[int, WeightVersion]] = []
 
     def grow(self, tokens: list[int], logprobs: list[float]) -> int:
         """Append the new end of the lists, which hold the whole row; return how many tokens are new."""
@@ -71,7 +72,9 @@ class CompletionBuffer:
 
     def packed(self, first: WeightVersion, request_id: int = 0) -> Completion:
         """Return the completion as a rank receives it; `first` are the weights of its first token."""
-        return Completion(self.tokens.tobytes(), self.logprobs.tobytes(), self.spans(first), request_id)
+        return Completion(
+            self.tokens.tobytes(), self.logprobs.tobytes(), self.spans(first), request_id
+        )
 
 
 @dataclass

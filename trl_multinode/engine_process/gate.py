@@ -33,11 +33,15 @@ class WeightGate:
             `Refused`: if the weights are mixed, or still dummy weights.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self.attempted >= min_update and not self._updating)
+            await self._changed.wait_for(
+                lambda: self.attempted >= min_update and not self._updating
+            )
             if self.broken:
                 raise self.refusal()
             if self.version.update == 0:
-                raise Refused(SyncFailed, "the engine has dummy weights: no weight update reached it yet")
+                raise Refused(
+                    SyncFailed, "the engine has dummy weights: no weight update reached it yet"
+                )
             self._users[scores] += 1
 
     def refusal(self) -> Refused:
@@ -65,10 +69,17 @@ class WeightGate:
         async with self._changed:
             if first_bucket and (self.broken or self.version.update == 0):
                 raise Refused(
-                    SyncFailed, "an update without the frozen weights came before a full update, or after a failed one"
+                    SyncFailed,
+                    "an update without the frozen weights came before a full update, or after a failed one",
                 )
             await self._changed.wait_for(
-                lambda: not (self._updating or self._users[True] or (self._users[False] and not in_flight))
+                lambda: (
+                    not (
+                        self._updating
+                        or self._users[True]
+                        or (self._users[False] and not in_flight)
+                    )
+                )
             )
             self._updating = True
             self.broken = "the last weight update did not finish: the engine holds mixed weights"
@@ -99,7 +110,8 @@ class BusyClock:
         self._most_rows = 0  # since a request arrived at the idle engine
         self._frozen = False
         self._times = EngineTimes()
-        self.on_change: Callable[[int, int], None] = lambda requests, rows: None  # gets both numbers
+        # gets both numbers
+        self.on_change: Callable[[int, int], None] = lambda requests, rows: None
 
     @contextmanager
     def request(self, rows: int = 1) -> Iterator[Callable[[], None]]:
@@ -145,7 +157,8 @@ class BusyClock:
             clock_s=times.clock_s + passed,
             busy_s=times.busy_s + used,
             slot_s=times.slot_s + used * at_once / self.slots,
-            tail_s=times.tail_s + (used if at_once < TAIL * min(self._most_rows, self.slots) else 0.0),
+            tail_s=times.tail_s
+            + (used if at_once < TAIL * min(self._most_rows, self.slots) else 0.0),
             frozen_s=times.frozen_s + (running if self._frozen else 0.0),
         )
         return self._times

@@ -71,10 +71,15 @@ def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = Fa
     release_resource_tracker()
     survivors = kill_descendants()
     if survivors:
-        print(f"engine {spec.index}: processes {survivors} survived SIGKILL", file=sys.stderr, flush=True)
+        print(
+            f"engine {spec.index}: processes {survivors} survived SIGKILL",
+            file=sys.stderr,
+            flush=True,
+        )
     unlink_shared_memory(spec.shared_memory_record)
     spec.socket_path.unlink(missing_ok=True)
-    with suppress(FileNotFoundError):  # another engine removes the folder, because the ended owner cannot do it
+    # another engine removes the folder, because the ended owner cannot do it
+    with suppress(FileNotFoundError):
         if owner_died and not list(Path(spec.folder).glob("engine*.sock")):
             remove_folder(Path(spec.folder))
     os._exit(code)
@@ -92,7 +97,8 @@ def in_one_line(error: BaseException) -> str:
 async def run(spec: EngineSpec, backend: Backend) -> None:
     """Start the backend and serve until `Shutdown`. The owner's signal or the end of a process ends the whole tree."""
     start = time.monotonic()
-    one_end = threading.Lock()  # the first process that ends decides; `leave` ends the others, and does not return
+    # the first process that ends decides; `leave` ends the others, and does not return
+    one_end = threading.Lock()
 
     def ended(pid: int) -> None:
         with one_end:
@@ -124,7 +130,8 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
 def main(make_backend: Callable[[EngineSpec], Backend] = VllmBackend) -> None:
     """Run an engine process; the last argument of the command line is the path of its [`EngineSpec`]."""
     spec = msgspec.json.decode(Path(sys.argv[-1]).read_bytes(), type=EngineSpec)
-    hold(Path(sys.argv[-1]))  # the run's folder must stay while this process removes what is its own
+    # the run's folder must stay while this process removes what is its own
+    hold(Path(sys.argv[-1]))
     become_subreaper()
     ignore_stop_signals()
     tolerate_full_disk()

@@ -119,9 +119,14 @@ class EngineServer:
                 request = await read_request(reader)
         except Exception as error:  # whatever a decoder makes of bytes that no rank sent
             what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            print(f"engine {self._spec.index}: closed a connection without valid requests: {what}", flush=True)
+            print(
+                f"engine {self._spec.index}: closed a connection without valid requests: {what}",
+                flush=True,
+            )
 
-    async def _report_progress(self, writer: asyncio.StreamWriter, growing: Mapping[int, Growing]) -> None:
+    async def _report_progress(
+        self, writer: asyncio.StreamWriter, growing: Mapping[int, Growing]
+    ) -> None:
         seen = -1
         while True:
             await asyncio.sleep(1.0)
@@ -130,15 +135,19 @@ class EngineServer:
                 seen = tokens
                 writer.write(frame(Progress(tokens=tokens)))
 
-    async def _answer(self, request: Request, writer: asyncio.StreamWriter, growing: Growing | None = None) -> None:
+    async def _answer(
+        self, request: Request, writer: asyncio.StreamWriter, growing: Growing | None = None
+    ) -> None:
         try:
             reply = await self._serve_one(request, growing or Growing())
         except Refused as refused:
             reply = refused.failure(request_id=request.request_id, message=str(refused))
-        except Exception as error:  # vLLM's own errors must reach the ranks before this process ends
+        # vLLM's own errors must reach the ranks before this process ends
+        except Exception as error:
             await self._stop_if_leaving()
             text = f"{type(error).__name__}: {error}".strip()
-            failure = EngineDied if type(error).__name__ == "EngineDeadError" else Failure  # vLLM's class
+            # vLLM's class
+            failure = EngineDied if type(error).__name__ == "EngineDeadError" else Failure
             reply = failure(request_id=request.request_id, message=text)
         if isinstance(request, CommitUpdate | LoadBucket | BeginUpdate):
             if isinstance(reply, Failure):
@@ -181,7 +190,9 @@ class EngineServer:
         match request:
             case Hello():
                 ready = self._backend.ready()
-                return msgspec.structs.replace(ready, request_id=request.request_id, start=self._spec.start)
+                return msgspec.structs.replace(
+                    ready, request_id=request.request_id, start=self._spec.start
+                )
             case Generate() | Score():
                 return await self._rows(request, growing)
             case Await():
@@ -197,7 +208,9 @@ class EngineServer:
             case CommitUpdate():
                 await self._commit(self._update)
             case Digest():
-                return Digests(request_id=request.request_id, workers=tuple(await self._backend.digests()))
+                return Digests(
+                    request_id=request.request_id, workers=tuple(await self._backend.digests())
+                )
         return Done(
             request_id=request.request_id,
             version=self._weights.version,
@@ -209,7 +222,10 @@ class EngineServer:
     async def _check_slot(self, request: CheckSlot) -> None:
         found = await self._backend.check_slot(request.slot, request.num_bytes)
         if set(found) != {request.crc}:
-            raise Refused(SyncFailed, f"the workers read checksums {found} from a slot, expected {request.crc}")
+            raise Refused(
+                SyncFailed,
+                f"the workers read checksums {found} from a slot, expected {request.crc}",
+            )
 
     async def _begin_update(self, update: BeginUpdate) -> None:
         self._update = update  # set before `begin`, which may refuse and so end this update
@@ -223,9 +239,11 @@ class EngineServer:
         committed = await self._backend.commit_update()
         if len(set(committed)) != 1:
             raise RuntimeError(f"vLLM's workers committed different weight versions: {committed}")
-        if update.in_flight and committed[0] != update.version:  # otherwise the sender refuses the version in `Done`
+        # otherwise the sender refuses the version in `Done`
+        if update.in_flight and committed[0] != update.version:
             raise Refused(
-                WrongVersion, f"its workers committed the weights of {committed[0]}, expected {update.version}"
+                WrongVersion,
+                f"its workers committed the weights of {committed[0]}, expected {update.version}",
             )
         self._kv_use = await self._backend.take_kv_use()
         await self._backend.resume(committed[0])
@@ -250,9 +268,13 @@ class EngineServer:
         finally:
             self._generating.discard(task)
             await self._weights.release(scores)
-        return Completions(request_id=request.request_id, rows=tuple(row.packed(first) for row in rows))
+        return Completions(
+            request_id=request.request_id, rows=tuple(row.packed(first) for row in rows)
+        )
 
-    async def _made(self, request: Generate | Score, growing: Growing) -> Sequence[CompletionBuffer]:
+    async def _made(
+        self, request: Generate | Score, growing: Growing
+    ) -> Sequence[CompletionBuffer]:
         if isinstance(request, Score):
             with self._clock.request():
                 return [await self._backend.score(request)]
@@ -272,7 +294,11 @@ async def completions_so_far(request: Peek, growing: Mapping[int, Growing]) -> C
     after its last token.
     """
     while True:
-        rows = {number: found.rows[0].copy() for number, found in growing.items() if len(found.rows) == 1}
+        rows = {
+            number: found.rows[0].copy()
+            for number, found in growing.items()
+            if len(found.rows) == 1
+        }
         ended = [growing[number].task for number in rows if growing[number].rows[0].complete]
         if not ended:
             break

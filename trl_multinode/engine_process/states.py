@@ -7,7 +7,8 @@ from typing import Any
 from ..wire.line_file import LineFile
 from ..wire.messages import EngineSpec
 
-LEAST_CHANGE = 1 / 4  # of the rows since the last line; a round of 1024 rows then has about 50 lines of 110 bytes
+# of the rows since the last line; a round of 1024 rows then has about 50 lines of 110 bytes
+LEAST_CHANGE = 1 / 4
 
 
 class EngineStates:
@@ -36,14 +37,21 @@ class EngineStates:
         if not spec.state_path:
             return cls()
         missing = f"engine {spec.index}: lines of its states are missing in {spec.state_path}"
-        file = LineFile(Path(spec.state_path), lambda error: print(f"{missing} ({error})", flush=True))
+        file = LineFile(
+            Path(spec.state_path), lambda error: print(f"{missing} ({error})", flush=True)
+        )
         return cls(file, **spec.labels)
 
     def enter(self, phase: str, rows: int = 0) -> None:
         """Write the line of a state that begins now."""
         self._written = (phase, rows)
         if self._file is not None:
-            line = {"phase": phase, "start": round(time.time(), 6), "rows": rows, "update": self._update}
+            line = {
+                "phase": phase,
+                "start": round(time.time(), 6),
+                "rows": rows,
+                "update": self._update,
+            }
             self._file.add(line | self._fixed)
 
     def count(self, requests: int, rows: int) -> None:

@@ -45,8 +45,12 @@ class VllmBackend(Backend):
         self._spec = spec
         self._tokens = 0
         self._num_requests = 0
-        self._adapter: Any = None  # vLLM's LoRARequest for the adapter that the workers hold, if any
-        self._salt = "0"  # of the prefix cache: an entry serves only requests of the update that made it
+        self._adapter: Any = (
+            None  # vLLM's LoRARequest for the adapter that the workers hold, if any
+        )
+        self._salt = (
+            "0"  # of the prefix cache: an entry serves only requests of the update that made it
+        )
         self._running: dict[int, RunningRequest] = {}  # by its number
         self._update = BeginUpdate(version=WeightVersion())  # the last one
 
@@ -94,7 +98,9 @@ class VllmBackend(Backend):
         """
         if any(reasons := await self._llm.collective_rpc("extend_logprobs")):
             return max(reasons)
-        params = self._params_cls(max_tokens=1, logprobs=0, flat_logprobs=True, allowed_token_ids=[1])
+        params = self._params_cls(
+            max_tokens=1, logprobs=0, flat_logprobs=True, allowed_token_ids=[1]
+        )
         *_, output = [output async for output in self._outputs(self._prompt([1], ()), params)]
         logprob = output.outputs[0].logprobs.logprobs[0]
         return "" if logprob < -1e-3 else f"a row with one allowed token got the log-prob {logprob}"
@@ -121,7 +127,9 @@ class VllmBackend(Backend):
 
         keywords = dict(request.sampling)
         if isinstance(keywords.get("structured_outputs"), dict):
-            keywords["structured_outputs"] = StructuredOutputsParams(**keywords["structured_outputs"])
+            keywords["structured_outputs"] = StructuredOutputsParams(
+                **keywords["structured_outputs"]
+            )
         try:
             params = self._params_cls(
                 n=request.num_completions,
@@ -149,9 +157,13 @@ class VllmBackend(Backend):
         asyncio.get_running_loop().call_later(FREE_AFTER_S, kept.clear)
 
     async def score(self, request: Score) -> CompletionBuffer:
-        params = self._params_cls(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=request.temperature)
+        params = self._params_cls(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=request.temperature
+        )
         prompt = unpack_ids(request.prompt).tolist()
-        *_, output = [output async for output in self._outputs(self._prompt(prompt, request.images), params)]
+        *_, output = [
+            output async for output in self._outputs(self._prompt(prompt, request.images), params)
+        ]
         rows = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
         return CompletionBuffer(prompt[1:], [position[token].logprob for token, position in rows])
 
@@ -167,13 +179,17 @@ class VllmBackend(Backend):
             request["multi_modal_uuids"] = {"image": names if len(names) > 1 else names[0]}
         return request
 
-    async def _outputs(self, prompt: dict, params: Any, request: "RunningRequest | None" = None) -> AsyncIterator:
+    async def _outputs(
+        self, prompt: dict, params: Any, request: "RunningRequest | None" = None
+    ) -> AsyncIterator:
         self._num_requests += 1
         number = self._num_requests
         if request is not None:
             self._running[number] = request
         try:
-            async for output in self._llm.generate(prompt, params, request_id=str(number), lora_request=self._adapter):
+            async for output in self._llm.generate(
+                prompt, params, request_id=str(number), lora_request=self._adapter
+            ):
                 yield output
         except (ValueError, client_error()) as error:
             raise Refused(RequestRefused, f"vLLM refuses the prompt: {error}") from error
@@ -216,8 +232,10 @@ class VllmBackend(Backend):
             await self._drop_cache()
         elif self._update.recompute_kv:
             await self._drop_cache(reset_running_requests=True)
-            await self._llm.reset_encoder_cache()  # no request is running: all begin again with their prompts
-        self._salt = str(version.update)  # keeps what frozen requests have computed from all later requests
+            # no request is running: all begin again with their prompts
+            await self._llm.reset_encoder_cache()
+        # keeps what frozen requests have computed from all later requests
+        self._salt = str(version.update)
         for request in self._running.values():
             request.swap(version)
         await self._llm.resume_generation()
@@ -225,7 +243,9 @@ class VllmBackend(Backend):
     async def _drop_cache(self, **keywords: bool) -> None:
         """Drop the keys and values of the old weights."""
         if not await self._llm.reset_prefix_cache(**keywords):
-            raise RuntimeError("vLLM kept a prefix cache of older weights, because requests hold blocks of it")
+            raise RuntimeError(
+                "vLLM kept a prefix cache of older weights, because requests hold blocks of it"
+            )
 
     async def digests(self) -> list[str]:
         return await self._llm.collective_rpc("weights_digest")
@@ -301,7 +321,9 @@ def take_expanded_prompts(processor: Any) -> None:
     """
     expand = processor._apply_prompt_updates
 
-    def find_or_expand(token_ids: list[int], updates: Mapping[str, Any]) -> tuple[list[int], Mapping[str, Any]]:
+    def find_or_expand(
+        token_ids: list[int], updates: Mapping[str, Any]
+    ) -> tuple[list[int], Mapping[str, Any]]:
         found = processor._find_mm_placeholders(token_ids, updates)
         if all(len(found.get(kind, ())) == len(items) for kind, items in updates.items()):
             return token_ids, found

@@ -25,7 +25,10 @@ from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format
 
 from trl_multinode import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 
-REWARDS = {reward.__name__: reward for reward in (accuracy_reward, reasoning_accuracy_reward, think_format_reward)}
+REWARDS = {
+    reward.__name__: reward
+    for reward in (accuracy_reward, reasoning_accuracy_reward, think_format_reward)
+}
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -34,18 +37,25 @@ class GRPOScriptArguments(ScriptArguments):
     """Arguments of the script beside those of [`GRPOConfig`] and TRL's `ModelConfig`."""
 
     dataset_name: str = field(
-        metadata={"help": "Name on the Hub, a .json, .jsonl or .parquet file, or the folder of a saved dataset."}
+        metadata={
+            "help": "Name on the Hub, a .json, .jsonl or .parquet file, or the folder of a saved dataset."
+        }
     )
     reward_funcs: list[str] = field(
-        metadata={"help": f"Any of {', '.join(REWARDS)}, and `module.path:function` for one of your own."}
+        metadata={
+            "help": f"Any of {', '.join(REWARDS)}, and `module.path:function` for one of your own."
+        }
     )
     prompt_column: str | None = field(
         default=None,
-        metadata={"help": "Column whose text becomes the user's message. Default: `prompt`, taken as it is."},
+        metadata={
+            "help": "Column whose text becomes the user's message. Default: `prompt`, taken as it is."
+        },
     )
 
     def __post_init__(self) -> None:
-        for name in self.reward_funcs:  # here, and not before the trainer, so that the check finds it too
+        # here, and not before the trainer, so that the check finds it too
+        for name in self.reward_funcs:
             check_reward(name)
 
 
@@ -79,7 +89,8 @@ class StrictParser(TrlParser):
     def _refuse(self, unknown: list[str]) -> None:
         known = [f"--{each.name}" for kind in self.dataclass_types for each in fields(kind)]
         for name in [text.split("=")[0] for text in unknown if text.startswith("-")] or unknown:
-            if re.sub(r"(?<=\w)-", "_", name) not in self.others:  # accelerate takes `--machine-rank` too
+            # accelerate takes `--machine-rank` too
+            if re.sub(r"(?<=\w)-", "_", name) not in self.others:
                 near = difflib.get_close_matches(name, [*known, *self.others], n=1)
                 hint = f"did you mean {near[0]}?" if near else "--help lists all arguments"
                 self.error(f"{name} is unknown, {hint}")
@@ -89,10 +100,19 @@ def check_reward(name: str) -> None:
     """Refuse a reward with an unknown name, or without the package that it imports in its first call."""
     if name not in REWARDS and ":" not in name:
         near = difflib.get_close_matches(name, REWARDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"expected {', '.join(REWARDS)} or `module.path:function`"
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"expected {', '.join(REWARDS)} or `module.path:function`"
+        )
         raise ValueError(f"The reward {name!r} is unknown, {hint}")
-    if name in ("accuracy_reward", "reasoning_accuracy_reward") and find_spec("math_verify") is None:
-        raise ValueError(f"The reward {name!r} needs a package that is not installed: `pip install math-verify`.")
+    if (
+        name in ("accuracy_reward", "reasoning_accuracy_reward")
+        and find_spec("math_verify") is None
+    ):
+        raise ValueError(
+            f"The reward {name!r} needs a package that is not installed: `pip install math-verify`."
+        )
 
 
 def load_reward(name: str) -> Callable[..., Any]:
@@ -104,7 +124,9 @@ def load_reward(name: str) -> Callable[..., Any]:
     found = import_module(module)
     if not hasattr(found, function):
         near = difflib.get_close_matches(function, vars(found), n=1)
-        raise ValueError(f"{module} has no reward {function!r}" + (f", did you mean {near[0]}?" if near else ""))
+        raise ValueError(
+            f"{module} has no reward {function!r}" + (f", did you mean {near[0]}?" if near else "")
+        )
     return getattr(found, function)
 
 
@@ -113,12 +135,16 @@ def load_splits(args: GRPOScriptArguments) -> DatasetDict:
     path = Path(args.dataset_name)
     if path.suffix in FILE_FORMATS:
         files = {args.dataset_train_split: args.dataset_name}
-        return load_dataset(FILE_FORMATS[path.suffix], data_files=files, streaming=args.dataset_streaming)
+        return load_dataset(
+            FILE_FORMATS[path.suffix], data_files=files, streaming=args.dataset_streaming
+        )
     if (path / "dataset_dict.json").is_file():
         return load_from_disk(path)
     if (path / "state.json").is_file():
         return DatasetDict({args.dataset_train_split: load_from_disk(path)})
-    return load_dataset(args.dataset_name, name=args.dataset_config, streaming=args.dataset_streaming)
+    return load_dataset(
+        args.dataset_name, name=args.dataset_config, streaming=args.dataset_streaming
+    )
 
 
 def split_of(splits: DatasetDict, name: str, flag: str) -> Any:
@@ -126,7 +152,9 @@ def split_of(splits: DatasetDict, name: str, flag: str) -> Any:
     if name not in splits:
         near = difflib.get_close_matches(name, splits, n=1)
         hint = f", did you mean {near[0]}?" if near else ""
-        raise ValueError(f"The dataset has no split {name!r} but {list(splits)}: choose one with `{flag}`{hint}")
+        raise ValueError(
+            f"The dataset has no split {name!r} but {list(splits)}: choose one with `{flag}`{hint}"
+        )
     return splits[name]
 
 
@@ -134,7 +162,9 @@ def with_prompts(dataset: Any, column: str | None) -> Any:
     """Return the dataset with a column `prompt`. Text of `column` becomes a conversation, as TRL's rewards expect."""
     needed, columns = column or "prompt", dataset.column_names
     if columns and needed not in columns:
-        raise ValueError(f"The dataset has no column {needed!r} but {columns}: choose one with `--prompt_column`.")
+        raise ValueError(
+            f"The dataset has no column {needed!r} but {columns}: choose one with `--prompt_column`."
+        )
     if column is None:
         return dataset
     return dataset.map(lambda row: {"prompt": [{"role": "user", "content": row[column]}]})
@@ -152,7 +182,10 @@ def main() -> None:
 
 
 def train(
-    script_args: GRPOScriptArguments, training_args: Any, model_args: Any, build: Callable[..., Any] | None = None
+    script_args: GRPOScriptArguments,
+    training_args: Any,
+    model_args: Any,
+    build: Callable[..., Any] | None = None,
 ) -> None:
     """Build the trainer, train from the last checkpoint if there is one, and save the model. Every rank calls it.
 
@@ -195,10 +228,13 @@ def train(
         "peft_config": get_peft_config(model_args),
     }
     trainer = build(script_args, **keywords) if build else GRPOTrainer(**keywords)
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint or trainer.last_checkpoint())
+    trainer.train(
+        resume_from_checkpoint=training_args.resume_from_checkpoint or trainer.last_checkpoint()
+    )
     trainer.save_model()  # on every rank, because ZeRO-3 gathers the weights
     if training_args.push_to_hub:
-        is_local = Path(script_args.dataset_name).exists()  # a local path is of no use in a model card
+        # a local path is of no use in a model card
+        is_local = Path(script_args.dataset_name).exists()
         trainer.push_to_hub(dataset_name=None if is_local else script_args.dataset_name)
 
 

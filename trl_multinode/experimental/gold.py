@@ -28,7 +28,9 @@ class MultiNodeGOLDTrainer(BufferedNodeTrainer, GOLDTrainer):
 
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
-        self._texts = TextLogging(sys.modules[GOLDTrainer.__module__], keep=self.args.log_completions)
+        self._texts = TextLogging(
+            sys.modules[GOLDTrainer.__module__], keep=self.args.log_completions
+        )
 
     def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)

@@ -34,7 +34,11 @@ class MultiNodeIWOPDTrainer(BufferedNodeTrainer, IWOPDTrainer):
     @property
     def _is_resumed(self) -> bool:
         """`True` if this run was resumed from a checkpoint and its data must be fast-forwarded."""
-        return self.host is not None and self._resume.resuming and not isinstance(self.train_dataset, IterableDataset)
+        return (
+            self.host is not None
+            and self._resume.resuming
+            and not isinstance(self.train_dataset, IterableDataset)
+        )
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         sampler = super()._get_train_sampler(dataset)

@@ -65,6 +65,10 @@ def problem_of(url: str) -> str | None:
         return "a URL begins with http:// or https://"
     try:
         status = httpx.get(f"{url}/health", timeout=ANSWER_S, follow_redirects=True).status_code
-    except (httpx.HTTPError, httpx.InvalidURL) as error:  # refused, unknown host, too late, not HTTP; not a URL
+    # refused, unknown host, too late, not HTTP; not a URL
+    except (
+        httpx.HTTPError,
+        httpx.InvalidURL,
+    ) as error:
         return str(error) or type(error).__name__
     return None if status == 200 else f"it answers /health with HTTP status {status}"

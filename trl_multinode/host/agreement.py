@@ -21,7 +21,9 @@ class Agreement:
         self._has_measured_clock = False
         self.meeting = Meeting(rank.topology, rank.store)
         self.save = StepDecision(rank.topology, rank.store, "save")
-        self.preemption = Preemption(rank.topology, rank.store, rank.settings.preemption_grace, rank.watch)
+        self.preemption = Preemption(
+            rank.topology, rank.store, rank.settings.preemption_grace, rank.watch
+        )
 
     def facts(self) -> Facts:
         """Return an empty collection for facts of this rank."""

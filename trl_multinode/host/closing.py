@@ -13,7 +13,8 @@ from .presence import Presence
 from .rank import RankContext
 from .updates import Updates
 
-_with_engines: "weakref.WeakSet[Closing]" = weakref.WeakSet()  # those of this process whose engines run
+# those of this process whose engines run
+_with_engines: "weakref.WeakSet[Closing]" = weakref.WeakSet()
 
 
 class Closing:
@@ -75,7 +76,10 @@ class Closing:
         """Return whether a GPU would have to give the engines of both more memory than it has."""
         ranks = (self._rank, other._rank)
         mine, theirs = ({gpu for gpus in rank.devices.per_engine for gpu in gpus} for rank in ranks)
-        return bool(mine & theirs) and sum(gpu_share(rank.settings, rank.devices) for rank in ranks) > 1.0
+        return (
+            bool(mine & theirs)
+            and sum(gpu_share(rank.settings, rank.devices) for rank in ranks) > 1.0
+        )
 
     def close(self) -> None:
         """Shut the engines down cleanly. `atexit` calls this, and the watch thread for a trainer that is collected; a

@@ -17,7 +17,8 @@ class EngineClocks:
 
     def __init__(self) -> None:
         self.seconds: list[EngineClock] = []  # per engine, at the last sync
-        self._starts: dict[int, int] = {}  # by engine: number of the process whose clock was read last
+        # by engine: number of the process whose clock was read last
+        self._starts: dict[int, int] = {}
         self._offsets: dict[int, EngineClock] = {}  # by engine: clocks of the processes before it
         self._kv_use = 0.0
 

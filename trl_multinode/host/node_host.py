@@ -46,7 +46,9 @@ class NodeHost:
         """Read the optimizer steps of `trainer`, and end the engines when it is garbage-collected."""
         self._closing.follow(trainer)
 
-    def start_engines(self, model: Any, processing_class: Any, keywords: dict[str, Any]) -> NodeEngines:
+    def start_engines(
+        self, model: Any, processing_class: Any, keywords: dict[str, Any]
+    ) -> NodeEngines:
         """Start this node's engines (local main process) and connect to them (every rank of the node)."""
         with self.watch.guard():
             self._closing.make_room()

@@ -33,7 +33,9 @@ class Presence:
         """Start the heartbeats, the lines of progress of rank 0, and the filter of repeated warnings."""
         rank, settings = self._rank, self._rank.settings
         self.activity = RankActivity(rank.phases, meeting, rank.step, self.left)
-        limits = Limits(settings.heartbeat_timeout, settings.stuck_timeout, settings.engine_start_timeout)
+        limits = Limits(
+            settings.heartbeat_timeout, settings.stuck_timeout, settings.engine_start_timeout
+        )
         Beats(rank.topology, rank.watch, limits, self.activity)
         self._progress_lines = ProgressLines(rank.phases, rank.step, self.left)
         if rank.topology.rank == 0:

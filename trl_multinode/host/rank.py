@@ -39,7 +39,8 @@ class RankContext:
         self.args = args
         self.settings = NodeSettings.of(args)
         self.topology = Topology.from_environment()
-        self.folder = Path(args.output_dir) / "_multinode"  # the underscore keeps it out of pushes to the Hub
+        # the underscore keeps it out of pushes to the Hub
+        self.folder = Path(args.output_dir) / "_multinode"
         self.phase_file = PhaseFile(self.folder / "phases", self.topology.rank, self.topology.node)
         self.phases = Phases(self.phase_file)
         self.watch = Watchdog(self.topology, lambda: self.phases.current)

@@ -50,17 +50,26 @@ class Updates:
             rank.topology, rank.watch, rank.store, rank.settings, logs, rank.report, rank.phase_file
         )
         self.engines: NodeEngines | None = None
-        self.ahead_engines: NodeEngines | None = None  # connections of the thread that generates ahead, if any
+        self.ahead_engines: NodeEngines | None = (
+            None  # connections of the thread that generates ahead, if any
+        )
         self.clocks = EngineClocks()
-        self.on_lost: Callable[[], None] = lambda: None  # sends the weights, after a meeting that asked for them
+        # sends the weights, after a meeting that asked for them
+        self.on_lost: Callable[[], None] = lambda: None
         self._sync: WeightSync | None = None
-        self._renewed: list[tuple[int, int]] = []  # engines of this node for which the last meeting asked
-        presence.work |= {"generate": self._rows_left, "restart": self._restarting, "sync": self._buckets_gathered}
+        # engines of this node for which the last meeting asked
+        self._renewed: list[tuple[int, int]] = []
+        presence.work |= {
+            "generate": self._rows_left,
+            "restart": self._restarting,
+            "sync": self._buckets_gathered,
+        }
 
     # ---- what is left of a phase; any thread asks -------------------------------------------------------------------
 
     def _rows_left(self) -> str:
-        connections = filter(None, (self.engines, self.ahead_engines))  # a rank also waits for rounds ahead
+        # a rank also waits for rounds ahead
+        connections = filter(None, (self.engines, self.ahead_engines))
         return f"{sum(engines.rows_left for engines in connections)} rows left"
 
     def _restarting(self) -> str:
@@ -68,7 +77,11 @@ class Updates:
 
     def _buckets_gathered(self) -> str:
         sync = self._sync
-        return f"{sync.num_gathered} of {len(sync.buckets)} buckets gathered" if sync is not None else ""
+        return (
+            f"{sync.num_gathered} of {len(sync.buckets)} buckets gathered"
+            if sync is not None
+            else ""
+        )
 
     # ---- start and end ----------------------------------------------------------------------------------------------
 
@@ -79,8 +92,13 @@ class Updates:
         has_adapters = hasattr(model, "peft_config")
         base = base_of(model)
         self.dtype = engine_dtype(settings, base)
-        per_engine, sees_sender = rank.devices.per_engine, TRANSPORTS[rank.transport[0]].engines_see_sender
-        plan = plan_sync(base, has_adapters, settings.lora_sync, self.dtype, on_gpu=bool(per_engine[0]))
+        per_engine, sees_sender = (
+            rank.devices.per_engine,
+            TRANSPORTS[rank.transport[0]].engines_see_sender,
+        )
+        plan = plan_sync(
+            base, has_adapters, settings.lora_sync, self.dtype, on_gpu=bool(per_engine[0])
+        )
         engine_settings = EngineSettings(
             settings, rank.topology, rank.devices, self.dtype, keywords, plan.lora_rank, sees_sender
         )
@@ -97,7 +115,9 @@ class Updates:
         plan = checked_with_engines(plan, base, self.engines, settings.lora_sync, gather)
         if plan.reason and rank.topology.rank == 0:
             rank.report(plan.reason)
-        self._sync = build_sync(plan, base, self.dtype, gather, self.engines, bucket_bytes, transport, rank.topology)
+        self._sync = build_sync(
+            plan, base, self.dtype, gather, self.engines, bucket_bytes, transport, rank.topology
+        )
         self._sync.in_flight, self._sync.recompute_kv = settings.in_flight, settings.recompute_kv
         if self.keeps_copy and rank.topology.is_local_main:
             self._sync.copy = HostCopy(rank.report)
@@ -105,7 +125,10 @@ class Updates:
 
     def _transport(self, sees_sender: bool) -> Transport:
         rank = self._rank
-        seen = [rank.devices.seen_by(index, sees_sender) for index in range(len(rank.devices.per_engine))]
+        seen = [
+            rank.devices.seen_by(index, sees_sender)
+            for index in range(len(rank.devices.per_engine))
+        ]
         return Transport(
             rank.transport[0],
             rank.args.device,
@@ -121,7 +144,9 @@ class Updates:
         self._fleet.close(self.engines)
         for engines in filter(None, (self.engines, self.ahead_engines)):
             engines.close()
-        self.engines = self.ahead_engines = None  # otherwise a second close could close reused file descriptors
+        self.engines = self.ahead_engines = (
+            None  # otherwise a second close could close reused file descriptors
+        )
         if self._sync is not None:
             self._sync.close()
         self.model = self._sync = None
@@ -131,7 +156,9 @@ class Updates:
         """Limit for the mean |engine - trainer| log-prob per token; 0: none. Read it only once training has begun,
         because DeepSpeed casts the model after the trainer's `__init__`."""
         settings = self._rank.settings
-        return divergence_limit(settings.logprob_divergence_limit, training_dtype(settings, self.model), self.dtype)
+        return divergence_limit(
+            settings.logprob_divergence_limit, training_dtype(settings, self.model), self.dtype
+        )
 
     # ---- meetings ---------------------------------------------------------------------------------------------------
 
@@ -143,7 +170,9 @@ class Updates:
         while self.meet():
             self.on_lost()
         if self.engines is not None:
-            self.engines.recover = None  # the other ranks are in collectives from now on, and come to no meeting
+            self.engines.recover = (
+                None  # the other ranks are in collectives from now on, and come to no meeting
+            )
 
     def meet(self, lost: Iterable[tuple[int, int]] = ()) -> bool:
         """Wait until all ranks call this or `align`. Then wait for the engines that any rank has lost to be ready.
@@ -157,7 +186,9 @@ class Updates:
         """
         node = self._rank.topology.node
         with self._rank.phases("wait"):
-            words = self._agreement.meet(" ".join(lost_engine(node, index, start) for index, start in lost))
+            words = self._agreement.meet(
+                " ".join(lost_engine(node, index, start) for index, start in lost)
+            )
         if not words:
             return False
         with self._rank.phases("restart"):
@@ -219,7 +250,9 @@ class Updates:
             source = ", from the copy"
         if group and timings.num_buckets:
             names = ", ".join(f"engine {engine.index}" for engine in group)
-            self._rank.report(f"{names} got the weights of {version} again in {timings.total_s:.1f} s{source}")
+            self._rank.report(
+                f"{names} got the weights of {version} again in {timings.total_s:.1f} s{source}"
+            )
 
     def restore_all(self) -> None:
         """Make the next `sync` send everything to all engines, because some were started again. All ranks call it."""
@@ -253,9 +286,15 @@ class Updates:
                 self._rank.report(line)
         timings = self._sync.run(version)
         # the wait for the replies counts as sync
-        self.clocks.read(answers(self.engines.post_all(Await(min_update=version.update))), len(self.engines))
+        self.clocks.read(
+            answers(self.engines.post_all(Await(min_update=version.update))), len(self.engines)
+        )
         if version.update == 1:
-            engines = self.engines.serving(range(len(self.engines))) if self._rank.topology.is_local_main else None
+            engines = (
+                self.engines.serving(range(len(self.engines)))
+                if self._rank.topology.is_local_main
+                else None
+            )
             probe_engines(self.model, engines, self.divergence_limit, self._rank.topology)
         self._presence.activity.synced = True
         return timings

@@ -21,8 +21,15 @@ from .rows import Rows, batch_of, longest_prompt, longest_row, made_up, row_limi
 from .state_memory import reserve_state
 from .untouched import untouched
 
-COMPLETION = 16  # tokens that an engine generates for each row; the rest of a row is filled in as its prompt
-OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")  # CUDA, cuBLAS, torch on a CPU
+COMPLETION = (
+    16  # tokens that an engine generates for each row; the rest of a row is filled in as its prompt
+)
+# CUDA, cuBLAS, torch on a CPU
+OUT_OF_MEMORY = (
+    "out of memory",
+    "ALLOC_FAILED",
+    "can't allocate memory",
+)
 
 
 class Rehearsal(TrainerCallback):
@@ -50,7 +57,9 @@ class Rehearsal(TrainerCallback):
         longest = longest_prompt(trainer)
         prompt, completion = longest_row(longest, trainer.max_completion_length, limit)
         rows = training_rows(trainer, prompt, completion)
-        source = "is unknown, so rows fill the limit" if longest is None else f"has {longest} tokens"
+        source = (
+            "is unknown, so rows fill the limit" if longest is None else f"has {longest} tokens"
+        )
         self._report(
             f"rehearsing the longest rows ({prompt} + {completion} tokens; the limit is {limit}, the longest prompt "
             f"{source}), before step 1"
@@ -99,14 +108,17 @@ class Rehearsal(TrainerCallback):
             if reason:
                 self._report(f"rehearsing without memory for the optimizer's state: {reason}")
             trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-            trainer.accelerator.gradient_state._set_sync_gradients(False)  # else DeepSpeed's engine would step
+            # else DeepSpeed's engine would step
+            trainer.accelerator.gradient_state._set_sync_gradients(False)
             trainer._metrics = {mode: defaultdict(list) for mode in trainer._metrics}
             with self._local_gradients(), self._finished(rows):
                 Trainer.training_step(trainer, trainer.model_wrapped, batch_of(trainer, rows))
             del held
 
     def _phase(self) -> Any:
-        return nullcontext() if self._trainer.host is None else self._trainer.host.phases("rehearse")
+        return (
+            nullcontext() if self._trainer.host is None else self._trainer.host.phases("rehearse")
+        )
 
     @contextmanager
     def _finished(self, rows: Rows) -> Iterator[None]:
@@ -151,5 +163,8 @@ class Rehearsal(TrainerCallback):
     def _peak(self) -> str:
         if self._trainer.accelerator.device.type != "cuda":
             return ""
-        peak, total = torch.cuda.max_memory_allocated(), torch.cuda.get_device_properties(0).total_memory
+        peak, total = (
+            torch.cuda.max_memory_allocated(),
+            torch.cuda.get_device_properties(0).total_memory,
+        )
         return f"; rank 0 allocated at most {peak / 2**30:.1f} of {total / 2**30:.1f} GiB"

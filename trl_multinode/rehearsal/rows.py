@@ -9,7 +9,9 @@ import torch
 
 from ..node_settings import NodeSettings
 
-CANDIDATES = 256  # prompts that are tokenized to find the longest; 100,000 prompts would take a minute
+CANDIDATES = (
+    256  # prompts that are tokenized to find the longest; 100,000 prompts would take a minute
+)
 FULL = 0.95  # a micro-batch that fills so much of `micro_batch_tokens` is the largest one
 
 
@@ -95,7 +97,9 @@ def longest_prompt(trainer: Any) -> int | None:
     # TRL builds prompts with images only while it scores
     if "prompt" not in columns or columns & {"image", "images"}:
         return None
-    largest = heapq.nlargest(CANDIDATES, data["prompt"], key=lambda prompt: len(str(prompt).encode()))
+    largest = heapq.nlargest(
+        CANDIDATES, data["prompt"], key=lambda prompt: len(str(prompt).encode())
+    )
     prompt_ids = trainer._tokenize_prompts(largest)[0]
     return max(map(len, prompt_ids))
 
@@ -129,7 +133,9 @@ def batch_of(trainer: Any, rows: Rows) -> dict[str, torch.Tensor]:
     """Build a batch with the fields, shapes and dtypes that TRL's `_prepare_inputs` would return for such rows."""
     args, device = trainer.args, trainer.accelerator.device
     ids = made_up(trainer, rows.count, rows.length)
-    prompt_ids, completion_ids = torch.from_numpy(ids).to(device).split([rows.prompt, rows.completion], dim=1)
+    prompt_ids, completion_ids = (
+        torch.from_numpy(ids).to(device).split([rows.prompt, rows.completion], dim=1)
+    )
     per_token = torch.zeros(completion_ids.shape, device=device)
     batch = {
         "prompt_ids": prompt_ids,
@@ -137,14 +143,22 @@ def batch_of(trainer: Any, rows: Rows) -> dict[str, torch.Tensor]:
         "completion_ids": completion_ids,
         "completion_mask": torch.ones_like(completion_ids),
         "advantages": torch.ones(rows.count, device=device),
-        "num_items_in_batch": torch.tensor(completion_ids.numel() * trainer.accelerator.num_processes, device=device),
+        "num_items_in_batch": torch.tensor(
+            completion_ids.numel() * trainer.accelerator.num_processes, device=device
+        ),
     }
     corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction
-    if corrected or args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) != 0:
+    if (
+        corrected
+        or args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations)
+        != 0
+    ):
         batch["old_per_token_logps"] = per_token
     if corrected:
         per_row = trainer.vllm_importance_sampling_mode.startswith("sequence_")
-        batch["importance_sampling_ratio"] = torch.ones_like(per_token[:, :1] if per_row else per_token)
+        batch["importance_sampling_ratio"] = torch.ones_like(
+            per_token[:, :1] if per_row else per_token
+        )
         batch["sampling_per_token_logps"] = per_token.clone()
     if trainer.beta != 0.0:
         batch["ref_per_token_logps"] = per_token.clone()

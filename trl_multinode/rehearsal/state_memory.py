@@ -19,14 +19,22 @@ def reserve_state(trainer: Any) -> tuple[list[torch.Tensor], str]:
             there are none.
     """
     zero = zero_optimizer(trainer.model_wrapped)
-    optimizer = zero.optimizer if zero is not None else getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    optimizer = (
+        zero.optimizer
+        if zero is not None
+        else getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    )
     if optimizer.state:
         return [], "it is allocated already"
     try:
         parameters = list(trained_parts(zero, optimizer))
         each = state_bytes(optimizer, parameters[0])
-    except Exception as error:  # an optimizer of the user's: its constructor or its step may need anything
-        return [], f"{type(optimizer).__name__} cannot be tried on a small parameter: {type(error).__name__}: {error}"
+    # an optimizer of the user's: its constructor or its step may need anything
+    except Exception as error:
+        return (
+            [],
+            f"{type(optimizer).__name__} cannot be tried on a small parameter: {type(error).__name__}: {error}",
+        )
     held = []
     for part in parameters:
         size = int(each * part.numel())
@@ -54,5 +62,9 @@ def state_bytes(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> float:
     settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     twin = type(optimizer)([probe], **settings)
     twin.step()
-    state = [value for value in twin.state[probe].values() if torch.is_tensor(value) and value.numel() > 1]
+    state = [
+        value
+        for value in twin.state[probe].values()
+        if torch.is_tensor(value) and value.numel() > 1
+    ]
     return sum(value.nbytes for value in state) / PROBE

@@ -90,7 +90,9 @@ def scalars(owner: Any) -> Iterator[None]:
 @contextmanager
 def contents(owner: Any) -> Iterator[None]:
     """Restore the contents of the attributes of `owner` that are dictionaries or sets, in place."""
-    before = [(value, value.copy()) for value in vars(owner).values() if isinstance(value, dict | set)]
+    before = [
+        (value, value.copy()) for value in vars(owner).values() if isinstance(value, dict | set)
+    ]
     try:
         yield
     finally:

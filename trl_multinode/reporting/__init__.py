@@ -6,4 +6,11 @@ from .record import RunRecord
 from .setup import report_choices, report_start
 from .steps import StepReport
 
-__all__ = ["LogHistory", "RunRecord", "StepReport", "report_choices", "report_start", "report_steps"]
+__all__ = [
+    "LogHistory",
+    "RunRecord",
+    "StepReport",
+    "report_choices",
+    "report_start",
+    "report_steps",
+]

@@ -88,7 +88,12 @@ def model_flops(model: torch.nn.Module) -> ModelFlops | None:
     """Return the FLOPs of a text model; `None` if its config lacks a number, or for a model of texts and images."""
     try:
         return _flops_of(model)
-    except (AttributeError, TypeError, NotImplementedError):  # a custom model; a number per layer instead of one
+    # a custom model; a number per layer instead of one
+    except (
+        AttributeError,
+        TypeError,
+        NotImplementedError,
+    ):
         return None
 
 
@@ -98,7 +103,9 @@ def _flops_of(model: Any) -> ModelFlops | None:
         return None
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    experts = next((n for key in ("num_local_experts", "num_experts") if (n := getattr(config, key, None))), 1)
+    experts = next(
+        (n for key in ("num_local_experts", "num_experts") if (n := getattr(config, key, None))), 1
+    )
     share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
     lookup = _lookup_only(model)
     per_token = sum(

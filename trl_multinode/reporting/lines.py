@@ -112,10 +112,15 @@ def _engines(found: Mapping[str, float]) -> str:
 def other_line(logs: Mapping[str, object], step: int) -> str:
     """Return the line of a log that is not of a training step: an evaluation, the end of a run, a script's own log."""
     prefix, label = "", f"step {step}"
-    for word, its_label in (("eval_", f"evaluation at step {step}"), ("train_", f"end at step {step}")):
+    for word, its_label in (
+        ("eval_", f"evaluation at step {step}"),
+        ("train_", f"end at step {step}"),
+    ):
         if not prefix and any(name.startswith(word) for name in logs):
             prefix, label = word, its_label
-    entries = {name.removeprefix(prefix): value for name, value in logs.items() if name not in UNSHOWN}
+    entries = {
+        name.removeprefix(prefix): value for name, value in logs.items() if name not in UNSHOWN
+    }
     parts = []
     for name in sorted(entries, key=lambda name: (FIRST.get(name, len(FIRST)), name.count("/"))):
         value = entries[name]
@@ -180,7 +185,10 @@ def reasons(node: int, columns: list[str], nodes: Nodes, over: Nodes) -> list[st
 
 def _waits_for(node: int, nodes: Nodes, over: Nodes) -> str:
     """Name the node for which `node` waits: the one that waits least, and its phase that is longest over the mean."""
-    late = min((other for other in nodes if other != node), key=lambda other: nodes[other].get("wait_s", 0.0))
+    late = min(
+        (other for other in nodes if other != node),
+        key=lambda other: nodes[other].get("wait_s", 0.0),
+    )
 
     def over_the_mean(phase: str) -> float:
         seconds = nodes[late].get(f"{phase}_s", 0.0)
@@ -237,13 +245,18 @@ def _cell(row: dict[str, float], name: str, over: float, is_marked: bool) -> Tex
 
 
 def _note(node: int, columns: list[str], why: list[str]) -> Text:
-    parts = [f"{COLUMNS[name].removesuffix(' s')}: {text}" for name, text in zip(columns, why, strict=True)]
+    parts = [
+        f"{COLUMNS[name].removesuffix(' s')}: {text}"
+        for name, text in zip(columns, why, strict=True)
+    ]
     return Text(f"node {node}: {'; '.join(parts)}")
 
 
 def rendered(table: Group, color: bool = False) -> str:
     """Return a table as text, with a terminal's colors on request."""
     text = io.StringIO()
-    console = Console(file=text, width=WIDTH, force_terminal=color, color_system="standard" if color else None)
+    console = Console(
+        file=text, width=WIDTH, force_terminal=color, color_system="standard" if color else None
+    )
     console.print(table, soft_wrap=True)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())

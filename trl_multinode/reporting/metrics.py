@@ -19,7 +19,8 @@ class StepSums:
     tokens: float = 0.0  # tokens of prompts and completions in the micro-batches
     squares: float = 0.0  # sum of the squared lengths of their rows
     trained_tokens: float = 0.0  # completion tokens in the loss; an iteration counts them again
-    gpu_gib: float = math.nan  # peak of the memory that torch has reserved on the rank's GPU, since the start
+    # peak of the memory that torch has reserved on the rank's GPU, since the start
+    gpu_gib: float = math.nan
     gpu_share: float = math.nan  # of the GPU's memory, including what other processes use there now
     host_gib: float = math.nan  # resident memory of the process
 
@@ -73,9 +74,13 @@ def step_metrics(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dict[
             Constants of the run.
     """
     metrics = _phase_metrics(ranks, steps, shape) | _throughput(ranks, steps, shape)
-    metrics |= _largest("memory/gpu_gib", [rank.step.gpu_gib for rank in ranks], shape.ranks_per_node)
+    metrics |= _largest(
+        "memory/gpu_gib", [rank.step.gpu_gib for rank in ranks], shape.ranks_per_node
+    )
     metrics |= _largest("memory/gpu_share", [rank.step.gpu_share for rank in ranks])
-    metrics |= _largest("memory/host_gib", [rank.step.host_gib for rank in ranks], shape.ranks_per_node)
+    metrics |= _largest(
+        "memory/host_gib", [rank.step.host_gib for rank in ranks], shape.ranks_per_node
+    )
     if len(ranks) > shape.ranks_per_node:
         for node, start in enumerate(range(0, len(ranks), shape.ranks_per_node)):
             of_node = _node_metrics(ranks[start : start + shape.ranks_per_node], steps)
@@ -91,7 +96,9 @@ def _phase_metrics(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dic
             f"perf/{name}_s": sum(seconds) / len(seconds),
             f"perf/{name}_s/min": min(seconds),
             f"perf/{name}_s/max": max(seconds),
-            f"perf/{name}_s/slowest_node": float(seconds.index(max(seconds)) // shape.ranks_per_node),
+            f"perf/{name}_s/slowest_node": float(
+                seconds.index(max(seconds)) // shape.ranks_per_node
+            ),
         }
     return metrics
 
@@ -131,7 +138,10 @@ def _largest(name: str, values: list[float], ranks_per_node: int | None = None) 
 
 def _node_metrics(ranks: list[RankNumbers], steps: int) -> dict[str, float]:
     """Return the metrics of one node: mean seconds of its ranks per step, its tokens, memory and engines."""
-    metrics = {f"{name}_s": sum(rank.phases[name] for rank in ranks) / len(ranks) / steps for name in PHASES}
+    metrics = {
+        f"{name}_s": sum(rank.phases[name] for rank in ranks) / len(ranks) / steps
+        for name in PHASES
+    }
     if tokens := sum(rank.step.tokens for rank in ranks):
         metrics["tokens"] = tokens / steps
     gpu = _largest("gib", [rank.step.gpu_gib for rank in ranks])

@@ -41,7 +41,8 @@ class RunRecord:
             {
                 "attempt": host.rank.phase_file.attempt,
                 "time": time.time(),
-                "model": getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__,
+                "model": getattr(getattr(model, "config", None), "_name_or_path", "")
+                or type(model).__name__,
                 "nodes": host.topology.num_nodes,
                 "ranks_per_node": host.topology.ranks_per_node,
                 "engines_per_node": len(host.devices.per_engine),
@@ -67,10 +68,14 @@ def chosen(args: Any) -> dict[str, Any]:
     own = {field.name for field in fields(NodeSettings)}
     found = {field.name: getattr(args, field.name) for field in fields(args)}
     defaults = {field.name: default(field) for field in fields(args)}
-    changed = {name for name, value in found.items() if value != defaults[name] and not is_dataclass(value)}
+    changed = {
+        name for name, value in found.items() if value != defaults[name] and not is_dataclass(value)
+    }
     return {
         "settings": {name: shown(name, found[name]) for name in sorted(changed)},
-        "defaults": {name: shown(name, found[name]) for name in sorted(own & found.keys() - changed)},
+        "defaults": {
+            name: shown(name, found[name]) for name in sorted(own & found.keys() - changed)
+        },
     }
 
 

@@ -45,11 +45,18 @@ class StepReport:
         self._accelerator = accelerator
         self._meter = meter
         self._generation = generation
-        self._counts: torch.Tensor | None = None  # tokens, squared lengths, trained tokens; on the rank's device
+        self._counts: torch.Tensor | None = (
+            None  # tokens, squared lengths, trained tokens; on the rank's device
+        )
         self._since: float | None = None
         self._logged_step = 0
-        self._timed = (0.0, 0)  # seconds and steps of all intervals but the first, which includes the warm-up
-        self._intervals: list[dict[str, float]] | None = []  # slowest rank's seconds per step; `None` after the advice
+        # seconds and steps of all intervals but the first, which includes the warm-up
+        self._timed = (
+            0.0,
+            0,
+        )
+        # slowest rank's seconds per step; `None` after the advice
+        self._intervals: list[dict[str, float]] | None = []
         topology = host.topology
         self._shape = RunShape(
             ranks_per_node=topology.ranks_per_node,
@@ -101,9 +108,18 @@ class StepReport:
         steps = max(1, host.step() - self._logged_step)
         self._logged_step = host.step()
         clocks, restarts = host.updates.clocks, host.updates.num_restarts
-        rounds = self._meter.take(generation.take_seconds_ahead(), clocks.seconds, clocks.take_kv_use(), restarts)
-        mine = [*host.phases.take_sums(), *sync.stages(), *astuple(rounds), *astuple(self._take_step())]
-        rows = self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).tolist()
+        rounds = self._meter.take(
+            generation.take_seconds_ahead(), clocks.seconds, clocks.take_kv_use(), restarts
+        )
+        mine = [
+            *host.phases.take_sums(),
+            *sync.stages(),
+            *astuple(rounds),
+            *astuple(self._take_step()),
+        ]
+        rows = self._accelerator.gather(
+            torch.tensor([mine], device=self._accelerator.device)
+        ).tolist()
         ranks = [RankNumbers.of(row) for row in rows]
         self._advise(ranks, steps)
         idle = [rank.phases["generate"] + rank.phases["wait"] for rank in ranks]
@@ -150,14 +166,25 @@ class StepReport:
             return
         host = self._host
         self._intervals.append(self._seconds_per_step(ranks, steps))
-        if host.step() < ADVICE_AT_STEP or len(self._intervals) < 2 or host.devices.shared_with_training:
+        if (
+            host.step() < ADVICE_AT_STEP
+            or len(self._intervals) < 2
+            or host.devices.shared_with_training
+        ):
             return
         rows, self._intervals = self._intervals[1:], None
-        mean = {name: sum(row[name] for row in rows) / len(rows) for name in ("generate", "tail", "train")}
+        mean = {
+            name: sum(row[name] for row in rows) / len(rows)
+            for name in ("generate", "tail", "train")
+        }
         if host.topology.rank == 0:
             times = StepTimes(mean["generate"], mean["train"], mean["tail"])
             overlapped, in_flight = host.settings.max_staleness > 0, host.settings.in_flight
-            report(split_advice(times, host.topology.ranks_per_node, self._reserved, overlapped, in_flight))
+            report(
+                split_advice(
+                    times, host.topology.ranks_per_node, self._reserved, overlapped, in_flight
+                )
+            )
 
     def _seconds_per_step(self, ranks: list[RankNumbers], steps: int) -> dict[str, float]:
         """Return the slowest rank's seconds per step in each phase, and those of the tail of generation."""

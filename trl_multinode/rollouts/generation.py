@@ -96,17 +96,26 @@ class NodeGeneration:
         self.engines: NodeEngines = host.start_engines(model, processing_class, engine_keywords)
         max_tokens = self.generation_kwargs.pop("max_tokens", max_completion_length)
         # an engine ends a completion where its context ends, so this number limits nothing else
-        self.max_completion_length: int = self.engines.max_model_len if max_tokens is None else max_tokens
+        self.max_completion_length: int = (
+            self.engines.max_model_len if max_tokens is None else max_tokens
+        )
         self.last_sync = SyncTimings()
         # one stream, which from then on is the only user of these connections
-        self._stream = cache(lambda: host.updates.ahead_engines.open_stream(self.max_completion_length, self.sampling))
+        self._stream = cache(
+            lambda: host.updates.ahead_engines.open_stream(
+                self.max_completion_length, self.sampling
+            )
+        )
         host.updates.on_lost = self._restore
-        self.rounds = rounds_of(self, host.settings, self._stream()) if host.settings.max_staleness else None
+        self.rounds = (
+            rounds_of(self, host.settings, self._stream()) if host.settings.max_staleness else None
+        )
         self._returns_logprobs = logprobs is not None
         if self._returns_logprobs:
             check_logprobs(self.engines, self.sampling, str(host.topology))
         self.rows: list[Rollout] = []  # completions of the last `generate` call
-        self.used = RoundRollouts([], [], self.version)  # completions of the round's first `generate` call
+        # completions of the round's first `generate` call
+        self.used = RoundRollouts([], [], self.version)
         # called before the next round's requests are sent
         self.on_stale: Callable[[RoundRollouts], None] = lambda made: None
         self.on_generated: Callable[[], None] | None = None  # called at the end of every `generate`
@@ -136,7 +145,11 @@ class NodeGeneration:
         if vars(self).get("rounds") is None:
             return ()
         # a round that is generated ahead may end with the old limit, which needs no correction
-        return SAMPLING if self._host.settings.in_flight else tuple(set(SAMPLING) - {"max_completion_length"})
+        return (
+            SAMPLING
+            if self._host.settings.in_flight
+            else tuple(set(SAMPLING) - {"max_completion_length"})
+        )
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -191,7 +204,9 @@ class NodeGeneration:
         """
         assert self.rounds is not None
         num_groups = num_rows // group_size
-        self.rounds.begin_round(self._number, num_groups, group_size, partial(self._checked_batch, batch_ahead))
+        self.rounds.begin_round(
+            self._number, num_groups, group_size, partial(self._checked_batch, batch_ahead)
+        )
         if self.rounds.must_sync:
             self.sync_weights()
             self._begin_following()
@@ -204,7 +219,8 @@ class NodeGeneration:
 
     def _checked_batch(self, batch_ahead: BatchAhead, rounds: int) -> tuple[Batch, Prompts] | None:
         found = batch_ahead(rounds)
-        if found is not None and any(found[1]):  # the prompts of whole rollouts are made later, in their groups
+        # the prompts of whole rollouts are made later, in their groups
+        if found is not None and any(found[1]):
             check_lengths(found[1], self.engines.max_model_len, self.accelerator.process_index)
         return found
 
@@ -303,7 +319,8 @@ class NodeGeneration:
         if self.rounds is None and not (self._engines_are_current or self._host.updates.keeps_copy):
             raise next(client.lost for client in self.engines if client.lost is not None)
         self._host.updates.expect_after(self.version)
-        if not (lost := self._host.updates.lost_engines()):  # only the connections of the rows in flight have ended
+        # only the connections of the rows in flight have ended
+        if not (lost := self._host.updates.lost_engines()):
             self._host.updates.ahead_engines.renew_later(range(len(self.engines)))
             time.sleep(0.1)
         elif self._host.updates.meet(lost):
@@ -347,7 +364,11 @@ class NodeGeneration:
         check_lengths(prompts, self.engines.max_model_len, self.accelerator.process_index)
         self.generated = True
         with self._phases("generate"), profiler or nullcontext():
-            rows = self._first_call(prompts, images) if self._takes_ahead else self._fresh(prompts, images)
+            rows = (
+                self._first_call(prompts, images)
+                if self._takes_ahead
+                else self._fresh(prompts, images)
+            )
         self.rows = rows
         if self.on_generated is not None:
             self.on_generated()
@@ -363,7 +384,9 @@ class NodeGeneration:
         Every row has a seed, so an engine's own random numbers are not used, and later rounds stay the same.
         """
         requests = [Request(prompt, 1, seed=row) for row, prompt in enumerate(prompts)]
-        self.engines.generate(requests, num_tokens, self.sampling | {"ignore_eos": True}, self.version.update)
+        self.engines.generate(
+            requests, num_tokens, self.sampling | {"ignore_eos": True}, self.version.update
+        )
 
     def _first_call(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         """Return this round's completions, made ahead if possible, and submit the next round's prompts."""
@@ -414,7 +437,9 @@ class NodeGeneration:
         """Return completions of exactly the current weights, in row order."""
         version = self.version  # a recovery inside may send newer ones
         requests = requests_of(prompts, images, self.seeds.of_call(prompts))
-        groups = self.engines.generate(requests, self.max_completion_length, self.sampling, version.update)
+        groups = self.engines.generate(
+            requests, self.max_completion_length, self.sampling, version.update
+        )
         rows = [row for group in groups for row in group]
         for row in rows:
             self.engines[row.engine].check_version(row.version, version)

@@ -126,7 +126,9 @@ class Group:
             if one_by_one or not (requests and _continues(requests[-1], request)):
                 requests.append(request)
             else:
-                requests[-1] = replace(requests[-1], num_completions=requests[-1].num_completions + 1)
+                requests[-1] = replace(
+                    requests[-1], num_completions=requests[-1].num_completions + 1
+                )
         return requests
 
     def _request(self, row: int) -> Request:
@@ -141,10 +143,13 @@ class Group:
                 max_tokens=self.max_tokens,
             )
         num_made = len(begun.tokens)
-        if seed is not None:  # with its own seed, the row would draw the noise of its first tokens again
+        # with its own seed, the row would draw the noise of its first tokens again
+        if seed is not None:
             seed += num_made << SEED_BITS
         tokens = [*self.prompts[row], *begun.tokens.tolist()]
-        return Request(tokens, seed=seed, min_update=self.min_update, group=self.id, row=row, num_made=num_made)
+        return Request(
+            tokens, seed=seed, min_update=self.min_update, group=self.id, row=row, num_made=num_made
+        )
 
     def end_row(self, row: int, rollout: Rollout) -> None:
         """Store a completion, or the rest of one that was begun."""
@@ -169,7 +174,8 @@ def joined(begun: Rollout | None, rest: Rollout) -> Rollout:
         np.concatenate([begun.logprobs, rest.logprobs]),
         begun.version,
         rest.engine,
-        begun.versions + tuple(VersionSpan(span.update, span.step, start + span.end) for span in rest.versions),
+        begun.versions
+        + tuple(VersionSpan(span.update, span.step, start + span.end) for span in rest.versions),
     )
 
 
@@ -239,7 +245,9 @@ class OpenGroups:
         num_continued = 0
         for group in self._open.values():
             group.min_update = min_update
-            group.begun_rows = [row if row and len(row.tokens) < longest else None for row in group.begun_rows]
+            group.begun_rows = [
+                row if row and len(row.tokens) < longest else None for row in group.begun_rows
+            ]
             num_continued += sum(row is not None for row in group.begun_rows)
         return num_continued, self._begin(list(self._open.values())) - num_continued
 
@@ -253,7 +261,9 @@ class OpenGroups:
             self._stream.add(requests)
             if self._thread is None and self._error is None and self._stream.rows_left:
                 # A daemon thread, so that a rank that exits early does not wait for completions it will not use
-                self._thread = threading.Thread(target=self._collect, name="open-groups", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._collect, name="open-groups", daemon=True
+                )
                 self._thread.start()
 
     def wait_for(self, count: int, number: int) -> bool:
@@ -263,7 +273,8 @@ class OpenGroups:
             `bool`: whether no engine is left.
         """
         with self._changed:
-            if count > len(self._open):  # else the wait would never end, and no request would have a deadline
+            # else the wait would never end, and no request would have a deadline
+            if count > len(self._open):
                 raise RolloutError(
                     f"Round {number} trains {count} groups and only {len(self._open)} were begun. A subclass or a "
                     "callback changes the batches between the dataloader and the trainer; use `max_staleness=0`."

@@ -15,9 +15,20 @@ from .rounds import NEUTRAL, RoundRollouts
 from .rows import raw_image
 
 NAN_LIMIT = 0.01  # share of a rank's trained tokens
-SIDES = {"engine": "sampling_per_token_logps", "trainer": "old_per_token_logps"}  # keys of TRL's output
+# keys of TRL's output
+SIDES = {
+    "engine": "sampling_per_token_logps",
+    "trainer": "old_per_token_logps",
+}
 # Settings that forbid tokens or end a completion: the log-probs over the whole vocabulary do not depend on them
-SCORED_KEYS = {*TRUNCATING, "stop", "stop_token_ids", "ignore_eos", "max_tokens", "include_stop_str_in_output"}
+SCORED_KEYS = {
+    *TRUNCATING,
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "max_tokens",
+    "include_stop_str_in_output",
+}
 NAN_CURES = {
     "engine": "The trainer has numbers for them: a float16 engine overflows above 65504, so try "
     "`engine_kwargs={'dtype': 'bfloat16'}`; leave out those that choose kernels, caches or quantization.",
@@ -82,13 +93,22 @@ class DivergenceMonitor:
         """
         if self.limit:
             self._turn_off_for(self._generation)  # a callback may have changed its settings
-        mask = output["completion_mask"].bool() & output.get("tool_mask", output["completion_mask"]).bool()
+        mask = (
+            output["completion_mask"].bool()
+            & output.get("tool_mask", output["completion_mask"]).bool()
+        )
         trained = mask.nonzero(as_tuple=True)  # once, because it makes the host wait for the device
-        scores = {side: output[key][trained].float() for side, key in SIDES.items() if key in output}
-        counts = check_nan(self._where, scores, self._generation.used.version, self._generation.version)
+        scores = {
+            side: output[key][trained].float() for side, key in SIDES.items() if key in output
+        }
+        counts = check_nan(
+            self._where, scores, self._generation.used.version, self._generation.version
+        )
         if len(scores) < len(SIDES):
             if self.limit:
-                warn("The log-prob check of the engines is off, because vllm_importance_sampling_correction is False.")
+                warn(
+                    "The log-prob check of the engines is off, because vllm_importance_sampling_correction is False."
+                )
                 self.limit = 0.0
         elif not stale:
             self._judge(scores)
@@ -101,7 +121,8 @@ class DivergenceMonitor:
 
     def _judge(self, scores: dict[str, torch.Tensor]) -> None:
         difference = (scores["trainer"] - scores["engine"]).abs()
-        self.last = difference.nanmean().nan_to_num(posinf=float("inf")).item()  # 0 if there is no number
+        # 0 if there is no number
+        self.last = difference.nanmean().nan_to_num(posinf=float("inf")).item()
         if self.limit and self.last > self.limit:
             kwargs = ", ".join(self._host.settings.engine_kwargs) or "none set"
             raise LogprobDivergenceError(
@@ -125,11 +146,14 @@ class DivergenceMonitor:
         client = engines[self._turn % len(engines)]
         row = self._turn % len(made.rows)
         prompt = made.prompts[row]
-        tokens = [*prompt, *made.rows[row].tokens.tolist()][: engines.max_model_len - 1]  # vLLM adds one token
+        # vLLM adds one token
+        tokens = [*prompt, *made.rows[row].tokens.tolist()][: engines.max_model_len - 1]
         if len(tokens) > len(prompt) and client.lost is None:
             with client.loss_accepted():  # a check whose engine ends is left out
                 images = made.images[row] if made.images is not None else None
-                request_id = client.post_score(tokens, self._temperature, tuple(map(raw_image, images or ())))
+                request_id = client.post_score(
+                    tokens, self._temperature, tuple(map(raw_image, images or ()))
+                )
                 self._requested = row, len(tokens) - len(prompt), client, request_id
 
     def _rescored(self, output: dict, mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -148,7 +172,10 @@ class DivergenceMonitor:
 
 
 def check_nan(
-    where: str, scores: dict[str, torch.Tensor], engine_version: WeightVersion, trainer_version: WeightVersion
+    where: str,
+    scores: dict[str, torch.Tensor],
+    engine_version: WeightVersion,
+    trainer_version: WeightVersion,
 ) -> tuple[int, int]:
     """Raise if more than 1 % of a rank's log-probs are NaN, and return how many there are and how many are NaN.
 
@@ -180,7 +207,9 @@ def check_nan(
 def noise_of(model: Any) -> str:
     """Return a clause about the dropout in the trainer's log-probs, if a layer of the model or its adapter has any."""
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    rates = [one.p for one in modules if isinstance(one, torch.nn.Dropout) and one.training and one.p > 0]
+    rates = [
+        one.p for one in modules if isinstance(one, torch.nn.Dropout) and one.training and one.p > 0
+    ]
     if not rates:
         return ""
     return (

@@ -36,7 +36,10 @@ def check_one_prompt(accelerator: Any, inputs: Batch, group_size: int) -> None:
         return
     group, place = odd[0].tolist()
     rows = [group * group_size - first, group * group_size + place - first]
-    found = [repr(shown(prompts[row])) if 0 <= row < len(prompts) else "another rank's prompt" for row in rows]
+    found = [
+        repr(shown(prompts[row])) if 0 <= row < len(prompts) else "another rank's prompt"
+        for row in rows
+    ]
     one, other = (row + first for row in rows)
     raise ConfigurationError(
         f"The rows of a group must have one prompt, but in this round row {one} has {found[0]} and row "

@@ -146,7 +146,8 @@ class Recorded:
         version = min(row.version for turn in self.turns for row in turn.rows)
         tokens = [np.asarray(ids, np.int32) for ids in self.output["completion_ids"]]
         rows = [Rollout(ids, np.zeros(len(ids), np.float32), version, 0) for ids in tokens]
-        images: Images = [images_of(row) for row in self.inputs]  # those with which TRL scores the rows
+        # those with which TRL scores the rows
+        images: Images = [images_of(row) for row in self.inputs]
         return Turn(self.output["prompt_ids"], rows, images if len(images) == len(rows) else None)
 
 

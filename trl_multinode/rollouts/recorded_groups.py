@@ -70,7 +70,12 @@ class RecordedGroups(OpenGroups):
                 self._changed.notify_all()
 
     def _ask(
-        self, group: Group, prompts: Prompts, images: Images | None, seeds: list[int] | None, max_tokens: int
+        self,
+        group: Group,
+        prompts: Prompts,
+        images: Images | None,
+        seeds: list[int] | None,
+        max_tokens: int,
     ) -> list[Rollout]:
         """Return the completions of one turn of a group. The group's thread calls it."""
         turn: list[Rollout | None] = [None] * len(prompts)
@@ -99,7 +104,8 @@ class RecordedGroups(OpenGroups):
                 ]
             )
             self._changed.wait_for(lambda: None not in turn or not self._is_open(group))
-            if self._turns.get(group.id) is turn:  # else all groups were dropped, and a new one may have its id
+            # else all groups were dropped, and a new one may have its id
+            if self._turns.get(group.id) is turn:
                 del self._turns[group.id]
             self._check_open(group)
         return [row for row in turn if row is not None]
@@ -120,7 +126,13 @@ class RecordedGroups(OpenGroups):
         """Return copies of the open groups, which begin again after a resume: environments cannot be saved."""
         with self._changed:
             return [
-                replace(group, recorded=None, prompts=[[] for _ in group.inputs], rollouts=[], begun_rows=[])
+                replace(
+                    group,
+                    recorded=None,
+                    prompts=[[] for _ in group.inputs],
+                    rollouts=[],
+                    begun_rows=[],
+                )
                 for group in self._open.values()
             ]
 

@@ -19,7 +19,9 @@ class Observed:
 
 
 @contextmanager
-def replayed(trainer: Any, recorded: Recorded, use_first_turns: Callable[[], None]) -> Iterator[None]:
+def replayed(
+    trainer: Any, recorded: Recorded, use_first_turns: Callable[[], None]
+) -> Iterator[None]:
     """
     Let TRL's code of one round use recorded rollouts. Every rank opens it, each with its own ones.
 
@@ -40,11 +42,17 @@ def replayed(trainer: Any, recorded: Recorded, use_first_turns: Callable[[], Non
             stack.enter_context(replaced(trainer, "_environment_pool", _pools(trainer, recorded)))
         stack.enter_context(replaced(trainer, "_generate", _with_prompts(trainer, recorded)))
         if recorded.tools is not None:
-            stack.enter_context(replaced(trainer, "_tool_call_loop", _loop_of(trainer, recorded.tools)))
+            stack.enter_context(
+                replaced(trainer, "_tool_call_loop", _loop_of(trainer, recorded.tools))
+            )
         if recorded.output is None:
-            stack.enter_context(replaced(trainer, "_tokenize_prompts", _with_tokens(trainer, recorded)))
+            stack.enter_context(
+                replaced(trainer, "_tokenize_prompts", _with_tokens(trainer, recorded))
+            )
         else:
-            stack.enter_context(replaced(trainer, "rollout_func", _output_of(recorded.output, use_first_turns)))
+            stack.enter_context(
+                replaced(trainer, "rollout_func", _output_of(recorded.output, use_first_turns))
+            )
         yield
 
 
@@ -52,14 +60,17 @@ def _pools(trainer: Any, recorded: Recorded) -> dict[Any, list[Observed]]:
     """Return as many stand-ins for each environment as TRL will draw, which resets every one that it draws."""
     several = trainer._multi_environment
     drawn = Counter(row.get("environment") if several else None for row in recorded.inputs)
-    return {name: [Observed() for _ in range(drawn[name])] for name in trainer.environment_factories}
+    return {
+        name: [Observed() for _ in range(drawn[name])] for name in trainer.environment_factories
+    }
 
 
 def _with_prompts(trainer: Any, recorded: Recorded) -> Callable:
     generate = trainer._generate
 
     def generate_recorded(prompts: list[Any]) -> tuple:
-        prompts[:] = recorded.prompts  # TRL passes this list to the rewards; these have the environments' observations
+        # TRL passes this list to the rewards; these have the environments' observations
+        prompts[:] = recorded.prompts
         if recorded.environments is not None:
             trainer.environments = recorded.environments
         return generate(prompts)
@@ -79,7 +90,12 @@ def _with_tokens(trainer: Any, recorded: Recorded) -> Callable:
 
 def _loop_of(trainer: Any, loop: ToolLoop) -> Callable:
     def recorded_loop(
-        prompts: list, prompt_ids: list, completion_ids: list, completions: list, logprobs: Any, *images: Any
+        prompts: list,
+        prompt_ids: list,
+        completion_ids: list,
+        completions: list,
+        logprobs: Any,
+        *images: Any,
     ) -> tuple:
         for row, (first, whole) in enumerate(zip(completion_ids, loop.completion_ids, strict=True)):
             if whole[: len(first)] != first[: len(whole)]:

@@ -13,10 +13,14 @@ from .rows import raw_image
 Prompts = list[list[int]]  # token ids, one row per requested completion
 
 
-def requests_of(prompts: Prompts, images: list[list | None] | None, seeds: list[int] | None) -> list[Request]:
+def requests_of(
+    prompts: Prompts, images: list[list | None] | None, seeds: list[int] | None
+) -> list[Request]:
     """Build one request per run of equal rows with consecutive seeds. A fixed stride would fail: a group may
     straddle ranks and nodes."""
-    bases = [None] * len(prompts) if seeds is None else [seed - row for row, seed in enumerate(seeds)]
+    bases = (
+        [None] * len(prompts) if seeds is None else [seed - row for row, seed in enumerate(seeds)]
+    )
     rows = list(zip(prompts, images or [None] * len(prompts), bases, strict=True))
     requests, start = [], 0
     for (prompt, row_images, base), run in groupby(rows):
@@ -56,7 +60,9 @@ def check_lengths(prompts: Prompts, limit: int, rank: int, first_row: int = 0) -
             )
 
 
-def check_logprobs(engines: Iterable[EngineClient], sampling: Mapping[str, Any], where: str) -> None:
+def check_logprobs(
+    engines: Iterable[EngineClient], sampling: Mapping[str, Any], where: str
+) -> None:
     """Raise `ConfigurationError` if the engines' log-probs cannot be compared with the trainer's."""
     for client in engines:
         if (reason := client.ready.truncated_logprobs) and (names := truncating(sampling.get)):

@@ -16,7 +16,13 @@ from typing import Any
 
 from ..errors import RolloutError
 
-PER_ROW = ("prompts", "completions", "completion_ids", "environments")  # arguments with one element per row
+# arguments with one element per row
+PER_ROW = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "environments",
+)
 NAMED_FRAMES = 3
 OWN_FRAMES = str(Path(__file__).parent)  # above those of the function
 
@@ -32,7 +38,8 @@ class Rows(list):
         self.at = None
 
 
-@dataclass(eq=False)  # by identity: an `__eq__` in Python would let other threads run inside `list.remove`
+# by identity: an `__eq__` in Python would let other threads run inside `list.remove`
+@dataclass(eq=False)
 class Call:
     """Call of a reward function, a tool or another function of the user that has not returned.
 
@@ -40,7 +47,9 @@ class Call:
     """
 
     name: str  # for example "the tool `search`"
-    place: str = ""  # row for which it runs, for example ", for row 3"; a reward function gets several rows
+    place: str = (
+        ""  # row for which it runs, for example ", for row 3"; a reward function gets several rows
+    )
     whose: str = "this rank's"
     rows: list[Rows] = field(default_factory=list)
     coroutine: Any = None  # of an async function
@@ -67,7 +76,10 @@ class Call:
 
     def _stack(self) -> list[tuple[str, int | None, str]]:
         if self.coroutine is not None:
-            return [(one.f_code.co_filename, one.f_lineno, one.f_code.co_name) for one in _waiting(self.coroutine)]
+            return [
+                (one.f_code.co_filename, one.f_lineno, one.f_code.co_name)
+                for one in _waiting(self.coroutine)
+            ]
         stack: list[tuple[str, int | None, str]] = []
         for frame in traceback.extract_stack(sys._current_frames().get(self.thread)):
             stack.append((frame.filename, frame.lineno, frame.name))
@@ -91,7 +103,9 @@ def _waiting(coroutine: Any) -> Iterator[FrameType]:
         coroutine = coroutine.cr_await
 
 
-def as_rewards(where: str, name: str, rewards: Any, rows: int, advice: str = "") -> list[float | None]:
+def as_rewards(
+    where: str, name: str, rewards: Any, rows: int, advice: str = ""
+) -> list[float | None]:
     """Return what a reward function returned as a list of numbers and `None`.
 
     Args:
@@ -115,7 +129,9 @@ def as_rewards(where: str, name: str, rewards: Any, rows: int, advice: str = "")
         rewards.close()
         must = "Declare it with `async def`, so that it is awaited."
     if not hasattr(rewards, "__iter__") or isinstance(rewards, str | bytes | Mapping | Set):
-        raise RolloutError(f"{where}: the reward function `{name}` returned a value of type {kind}. {must}")
+        raise RolloutError(
+            f"{where}: the reward function `{name}` returned a value of type {kind}. {must}"
+        )
     found = list(rewards)
     if len(found) != rows:
         raise RolloutError(

@@ -53,7 +53,10 @@ class RewardCalls(UserCalls):
         def checked(rewards: Any, kwargs: dict[str, Any]) -> list[float | None]:
             return as_rewards(str(self.topology), name, rewards, len(kwargs["prompts"]))
 
-        def _calculate_rewards(**kwargs: Any) -> Any:  # below this name `user_code.py` finds a user's frame
+        # below this name `user_code.py` finds a user's frame
+        def _calculate_rewards(
+            **kwargs: Any,
+        ) -> Any:
             with self.open_call(reward_call(name)) as call:
                 rewards = function(**given(kwargs, call))
             return checked(rewards, kwargs)
@@ -71,7 +74,9 @@ class RewardCalls(UserCalls):
     def log_all_nan(self, trainer: Any, rewards: torch.Tensor) -> None:
         """Add the number of rows without a reward to the trainer's next log, and warn if a rank has no other ones."""
         count = self.count_all_nan(rewards, trainer.state.global_step + 1)
-        trainer._metrics["train" if trainer.model.training else "eval"]["rewards/all_nan_rows"].append(float(count))
+        trainer._metrics["train" if trainer.model.training else "eval"][
+            "rewards/all_nan_rows"
+        ].append(float(count))
 
     def count_all_nan(self, rewards: torch.Tensor, step: int) -> int:
         """
@@ -89,10 +94,14 @@ class RewardCalls(UserCalls):
         ranks = tuple(is_nan.all(dim=1).nonzero().flatten().tolist())
         if ranks and ranks not in self._warned and self.topology.rank == 0:
             self._warned.add(ranks)
-            names = ", ".join(f"{rank} (node {rank // self.topology.ranks_per_node})" for rank in ranks[:8])
+            names = ", ".join(
+                f"{rank} (node {rank // self.topology.ranks_per_node})" for rank in ranks[:8]
+            )
             more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
             what = f"no reward function gave a reward to any of the {is_nan.shape[1]} rows of rank {names}{more}"
-            what += " (got NaN or None). TRL trains on none of them; `rewards/all_nan_rows` counts them"
+            what += (
+                " (got NaN or None). TRL trains on none of them; `rewards/all_nan_rows` counts them"
+            )
             warn(f"step {step}: {what}")
         return int(is_nan.sum())
 
@@ -106,4 +115,6 @@ def is_async(function: Any) -> bool:
     """Return whether TRL awaits a reward function."""
     while isinstance(function, functools.partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    )

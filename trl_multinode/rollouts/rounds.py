@@ -106,15 +106,23 @@ class Rounds:
         self._limit = limit
         self._number = -1  # current round
         self.last_begun = -1  # last round whose groups were begun
-        self._restored = False  # groups of a checkpoint are open, and their missing rows are not under way
+        self._restored = (
+            False  # groups of a checkpoint are open, and their missing rows are not under way
+        )
         self._batch_ahead: BatchAhead = lambda rounds: None
         self._num_groups = self._size = 1
 
     def begin_round(self, number: int, num_groups: int, size: int, batch_ahead: BatchAhead) -> None:
         """Start training round `number` of `num_groups` groups of `size` rows. `batch_ahead(0)` is its own batch."""
-        if self._number < 0:  # a resumed run does not begin with round 0, and an evaluation may come first
+        # a resumed run does not begin with round 0, and an evaluation may come first
+        if self._number < 0:
             self.updates.move_to(number)
-        self._number, self._num_groups, self._size, self._batch_ahead = number, num_groups, size, batch_ahead
+        self._number, self._num_groups, self._size, self._batch_ahead = (
+            number,
+            num_groups,
+            size,
+            batch_ahead,
+        )
         self.taken = []
 
     @property
@@ -138,11 +146,15 @@ class Rounds:
         if self._restored:
             # a shorter `max_age` than before must not make more groups due in a round than it can train
             self.groups.set_due(
-                lambda index, group: max(self._due(group.number), self._number + index // self._num_groups)
+                lambda index, group: max(
+                    self._due(group.number), self._number + index // self._num_groups
+                )
             )
             resumed = self.groups.go_on(version.update, self._longest)
             self._restored = False
-        for number in range(max(self.last_begun + 1, self._number), self._number + self._open_rounds + 1):
+        for number in range(
+            max(self.last_begun + 1, self._number), self._number + self._open_rounds + 1
+        ):
             found = self._batch_ahead(number - self._number)
             if found is None:
                 break
@@ -150,7 +162,9 @@ class Rounds:
             self.last_begun = number
         return resumed
 
-    def _groups_of(self, number: int, batch: Batch, prompts: list[list[int]], version: WeightVersion) -> list[Group]:
+    def _groups_of(
+        self, number: int, batch: Batch, prompts: list[list[int]], version: WeightVersion
+    ) -> list[Group]:
         seeds = self._seeds(number, len(batch))
         due = self._due(number)
         rows = [slice(start, start + self._size) for start in range(0, len(batch), self._size)]
@@ -213,7 +227,8 @@ class Rounds:
         """Return whether weights before `version` took part in the taken rows: a row that had no token at a swap may
         still use their keys and values of its prompt."""
         return any(
-            group.min_update < version.update or any(row.version.update < version.update for row in group.rows)
+            group.min_update < version.update
+            or any(row.version.update < version.update for row in group.rows)
             for group in self.taken
         )
 
@@ -236,7 +251,9 @@ class Rounds:
         self._number = self.last_begun = -1
         self._restored = False
 
-    def restore(self, groups: list[Group], last_begun: int, updates: dict[int, tuple[int, int]]) -> None:
+    def restore(
+        self, groups: list[Group], last_begun: int, updates: dict[int, tuple[int, int]]
+    ) -> None:
         """Restore the open groups of a checkpoint. Their missing rows begin in the next round, after its sync."""
         self.updates.add_earlier(updates)
         self.groups.restore(groups)
@@ -245,11 +262,18 @@ class Rounds:
 
 def settings_from_the_start(sampling: Mapping[str, Any]) -> list[str]:
     """Return the names of sampling settings that depend on where a completion began: a continued row would lose it."""
-    return [name for name in FROM_THE_START if sampling.get(name) not in (None, 0, [], NEUTRAL.get(name))]
+    return [
+        name
+        for name in FROM_THE_START
+        if sampling.get(name) not in (None, 0, [], NEUTRAL.get(name))
+    ]
 
 
 def rounds_of(
-    generation: Any, settings: Any, stream: RequestStream, open_groups: Callable[..., OpenGroups] | None = None
+    generation: Any,
+    settings: Any,
+    stream: RequestStream,
+    open_groups: Callable[..., OpenGroups] | None = None,
 ) -> Rounds:
     """Return the rounds of a rank's [`NodeGeneration`], with the settings of its host."""
     return Rounds(
@@ -258,7 +282,9 @@ def rounds_of(
         settings.max_staleness,
         settings.oldest_rounds,
         partial(generation.seeds.of_round, "train"),
-        longest=0 if settings_from_the_start(generation.sampling) else generation.max_completion_length,
+        longest=0
+        if settings_from_the_start(generation.sampling)
+        else generation.max_completion_length,
         limit=lambda: generation.max_completion_length,
         open_groups=open_groups or partial(OpenGroups, one_by_one=settings.in_flight),
     )

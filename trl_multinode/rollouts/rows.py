@@ -41,17 +41,25 @@ class TokenRow(FloatRow):
     """Token ids of one completion: an int32 array that behaves like `list[list[int]]` of shape `(T, 1)`."""
 
     def __getitem__(self, index: int | slice) -> Sequence:
-        return TokenRow(self.values[index]) if isinstance(index, slice) else [int(self.values[index])]
+        return (
+            TokenRow(self.values[index]) if isinstance(index, slice) else [int(self.values[index])]
+        )
 
 
 def trls_rows(rows: Sequence[Rollout]) -> tuple[list[list[int]], list[FloatRow], list[TokenRow]]:
     """Return the token ids of completions, the log-probs of their tokens, and the tokens that these belong to."""
     completion_ids = [row.tokens.tolist() for row in rows]
-    return completion_ids, [FloatRow(row.logprobs) for row in rows], [TokenRow(row.tokens) for row in rows]
+    return (
+        completion_ids,
+        [FloatRow(row.logprobs) for row in rows],
+        [TokenRow(row.tokens) for row in rows],
+    )
 
 
 def raw_image(image: Any) -> Image:
     """Convert a PIL image to raw bytes. A palette image becomes RGB or RGBA: its bytes alone would lose the colors."""
     if image.mode in ("P", "PA"):
-        image = image.convert("RGBA" if "transparency" in image.info or image.mode == "PA" else "RGB")
+        image = image.convert(
+            "RGBA" if "transparency" in image.info or image.mode == "PA" else "RGB"
+        )
     return Image(data=image.tobytes(), mode=image.mode, size=image.size)

@@ -46,10 +46,13 @@ class SamplingAgain:
         self._first_place = trainer.accelerator.process_index * (rows // args.num_generations)
         # the row as a dataloader gives it, without the columns that `remove_unused_columns` drops
         self._collate = trainer._get_collator_with_removed_columns(lambda batch: batch, "training")
-        self._lock = threading.Lock()  # of the dataset, whose transform may not be safe in threads, and of the counts
+        # of the dataset, whose transform may not be safe in threads, and of the counts
+        self._lock = threading.Lock()
         self._counts = [0, 0, 0, 0]
 
-    def sample(self, group: Group, make: Callable[[Group], Recorded], drop: Callable[[Recorded], None]) -> Recorded:
+    def sample(
+        self, group: Group, make: Callable[[Group], Recorded], drop: Callable[[Recorded], None]
+    ) -> Recorded:
         """
         Make the rollouts of a group until its rewards differ, or `dynamic_sampling` is reached, and return the last
         ones. The group's thread calls it.
@@ -75,7 +78,8 @@ class SamplingAgain:
         """Return whether the advantages of a group are all zero, if rewards are normalized within the group."""
         values = [scores.rewards_of(index) for index in range(len(scores.values))]
         known = [[torch.nan if one is None else one for one in value] for value in values]
-        rewards = torch.tensor(known, dtype=torch.float32)  # whatever default another thread has set meanwhile
+        # whatever default another thread has set meanwhile
+        rewards = torch.tensor(known, dtype=torch.float32)
         return bool(self._flat(rewards.T.unsqueeze(0))[0])
 
     def next_group(self, group: Group) -> bool:
@@ -90,7 +94,9 @@ class SamplingAgain:
         with self._lock:
             (row,) = self._collate([self._trainer.train_dataset[index]])
         size = len(group.inputs)
-        group.attempt += 1  # first, because a checkpoint may be written meanwhile, which then ignores `inputs`
+        group.attempt += (
+            1  # first, because a checkpoint may be written meanwhile, which then ignores `inputs`
+        )
         group.inputs = [copy.deepcopy(row) for _ in range(size)]
         group.prompts = [[] for _ in range(size)]  # the rollout tokenizes it
         return True
@@ -105,7 +111,13 @@ class SamplingAgain:
                 Number of the attempt.
         """
         trainer = self._trainer
-        return drawn_index(trainer.args.seed, number, self._first_place + place, attempt, len(trainer.train_dataset))
+        return drawn_index(
+            trainer.args.seed,
+            number,
+            self._first_place + place,
+            attempt,
+            len(trainer.train_dataset),
+        )
 
     def check_round(self, rewards: torch.Tensor) -> None:
         """
@@ -177,9 +189,11 @@ def are_flat(rewards: torch.Tensor, weights: torch.Tensor, aggregation: str) -> 
         mean, std = _moments(rewards, dim=1)
         rewards = (rewards - mean) / (std + TRLS_EPSILON)
     total = (rewards * weights).nansum(dim=2).masked_fill(unscorable, torch.nan)
-    std = _moments(total.double(), dim=1)[1].squeeze(1)  # in float32, equal rewards of 100.3 have one of 7e-6
+    # in float32, equal rewards of 100.3 have one of 7e-6
+    std = _moments(total.double(), dim=1)[1].squeeze(1)
     first = total.gather(1, (~unscorable).int().argmax(dim=1, keepdim=True))
-    equal = (total.eq(first) | unscorable).all(dim=1)  # infinite ones, and single ones, have no standard deviation
+    # infinite ones, and single ones, have no standard deviation
+    equal = (total.eq(first) | unscorable).all(dim=1)
     return equal | (std <= TOLERANCE)
 
 
@@ -214,5 +228,7 @@ def _seen(values: torch.Tensor) -> str:
     if len(known) == 0:
         return "NaN or None for all rows"
     low, high = f"{known.min():.4g}", f"{known.max():.4g}"
-    none = f", and NaN or None for {len(values) - len(known)} rows" if len(known) < len(values) else ""
+    none = (
+        f", and NaN or None for {len(values) - len(known)} rows" if len(known) < len(values) else ""
+    )
     return (f"{low} for all rows" if low == high else f"{low} to {high}") + none

@@ -20,7 +20,8 @@ class SavedGroups(msgspec.Struct):
     last_begun: int  # last round whose groups were begun
     updates: dict[int, tuple[int, int]]  # round and step of every weight update that made a token
     groups: list[Group]  # without `inputs`
-    indices: list[int | None]  # per group: the index of its row in the dataset, if it has one row of it
+    # per group: the index of its row in the dataset, if it has one row of it
+    indices: list[int | None]
 
     @classmethod
     def of(cls, rounds: Rounds, index_of: Callable[[Group], int | None]) -> "SavedGroups":
@@ -33,7 +34,12 @@ class SavedGroups(msgspec.Struct):
                 Function that returns the index of a group's row in the dataset, if the group has one row of it.
         """
         groups = rounds.groups.snapshot()
-        rows = [row for group in groups for row in (*group.rollouts, *group.begun_rows) if row is not None]
+        rows = [
+            row
+            for group in groups
+            for row in (*group.rollouts, *group.begun_rows)
+            if row is not None
+        ]
         return cls(
             rounds.last_begun,
             rounds.updates.of_rows(rows),
@@ -42,7 +48,9 @@ class SavedGroups(msgspec.Struct):
             [index_of(group) for group in groups],
         )
 
-    def restore_to(self, rounds: Rounds, row_of: Callable[[int | None, list[int]], dict[str, Any]]) -> None:
+    def restore_to(
+        self, rounds: Rounds, row_of: Callable[[int | None, list[int]], dict[str, Any]]
+    ) -> None:
         """Open the groups again. A resumed run counts updates anew; those of the saved rows are below 0.
 
         Args:

@@ -59,8 +59,12 @@ class GroupScorer:
         self._names = list(trainer.reward_func_names)
         self._with_batch = set(host.settings.score_with_batch or ())
         self._num_processes: int = host.settings.score_groups
-        self._has_images = may_have_images(getattr(trainer, "train_dataset", None), getattr(trainer, "_is_vlm", False))
-        self._runs = [self._place_of(*one) for one in zip(self._names, self._functions, strict=True)]
+        self._has_images = may_have_images(
+            getattr(trainer, "train_dataset", None), getattr(trainer, "_is_vlm", False)
+        )
+        self._runs = [
+            self._place_of(*one) for one in zip(self._names, self._functions, strict=True)
+        ]
         self._scored = [index for index, runs in enumerate(self._runs) if runs != WITH_BATCH]
         in_process = [index for index in self._scored if self._runs[index] == IN_PROCESS]
         self._check_settings([self._names[index] for index in in_process])
@@ -116,7 +120,9 @@ class GroupScorer:
             )
 
     def _plan(self) -> str:
-        each = ", ".join(f"{name} {runs}" for name, runs in zip(self._names, self._runs, strict=True))
+        each = ", ".join(
+            f"{name} {runs}" for name, runs in zip(self._names, self._runs, strict=True)
+        )
         return f"score_groups={self._num_processes}: rewards of a group are computed when it is complete: {each}"
 
     # ---- in the group's thread --------------------------------------------------------------------------------------
@@ -129,9 +135,15 @@ class GroupScorer:
         """
         scores = Scores([None] * len(self._functions))
         arguments = self._arguments(recorded, scores)
-        begun = {index: self._begin_async(index, arguments) for index in self._scored if self._runs[index] == ON_LOOP}
+        begun = {
+            index: self._begin_async(index, arguments)
+            for index in self._scored
+            if self._runs[index] == ON_LOOP
+        }
         for index in self._scored:
-            found = begun[index].result() if index in begun else self._call(index, arguments, scores)
+            found = (
+                begun[index].result() if index in begun else self._call(index, arguments, scores)
+            )
             scores.values[index] = as_rewards(
                 self._where,
                 self._names[index],
@@ -147,7 +159,11 @@ class GroupScorer:
         inputs = [row | more for row, more in zip(recorded.inputs, fields, strict=True)]
         columns = [name for name in inputs[0] if name not in NOT_GIVEN]
         found: dict[str, Any] = {name: [row[name] for row in inputs] for name in columns}
-        found |= {"trainer_state": self._trainer.state, "log_extra": scores.add_extra, "log_metric": scores.add_metric}
+        found |= {
+            "trainer_state": self._trainer.state,
+            "log_extra": scores.add_extra,
+            "log_metric": scores.add_metric,
+        }
         if recorded.environments is not None:
             found["environments"] = recorded.environments
         rows = {"prompts": recorded.prompts, "completions": recorded.completions}
@@ -208,7 +224,13 @@ class GroupScorer:
             yield
 
     def _replay(
-        self, index: int, groups: list[Scores], /, log_extra: Callable, log_metric: Callable, **arguments: Any
+        self,
+        index: int,
+        groups: list[Scores],
+        /,
+        log_extra: Callable,
+        log_metric: Callable,
+        **arguments: Any,
     ) -> list[float | None]:
         """Return the rewards that one function gave to the rows of all groups; the first one logs for all."""
         if index == self._scored[0]:

@@ -78,7 +78,11 @@ class ScoringProcess:
 
     def ask(self) -> str:
         """Return the row and the line that the function has reached, which any thread may ask."""
-        with suppress(EOFError, OSError), self._asking:  # two threads would wait for the answers that one has read
+        # two threads would wait for the answers that one has read
+        with (
+            suppress(EOFError, OSError),
+            self._asking,
+        ):
             while self._questions.poll():
                 self._questions.recv_bytes()  # came too late for its question
             self._questions.send_bytes(b"where")
@@ -88,7 +92,11 @@ class ScoringProcess:
 
     def how_it_ended(self) -> str:
         code = self._process.wait()
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with code {code}"
+        )
 
     def kill(self) -> None:
         """End the process, also while its function runs."""
@@ -154,7 +162,9 @@ class ScoringPool:
         process = self._free.get()
         try:
             process.wait()
-            with self._calls.open_call(ProcessCall(f"the reward function `{name}`", process=process)):
+            with self._calls.open_call(
+                ProcessCall(f"the reward function `{name}`", process=process)
+            ):
                 found = process.call(request)
         finally:
             self._free.put(process)  # if it has ended, the next call finds that too
@@ -192,9 +202,14 @@ class ScoringPool:
 def environment() -> dict[str, str]:
     """Return the environment of a process: this rank's without its place in the world, and without GPUs."""
     kept = {
-        name: value for name, value in os.environ.items() if name not in OF_RANKS and not name.startswith(OF_LAUNCHERS)
+        name: value
+        for name, value in os.environ.items()
+        if name not in OF_RANKS and not name.startswith(OF_LAUNCHERS)
     }
-    return kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return kept | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
 
 
 def other_type(value: Any) -> str | None:
@@ -233,6 +248,10 @@ def is_importable(function: Any) -> bool:
     function, keywords = without_partial(function)
     if other_type(keywords) is not None:
         return False
-    if not inspect.isfunction(function) or function.__module__ == "__main__" or "." in function.__qualname__:
+    if (
+        not inspect.isfunction(function)
+        or function.__module__ == "__main__"
+        or "." in function.__qualname__
+    ):
         return False
     return getattr(import_module(function.__module__), function.__qualname__, None) is function

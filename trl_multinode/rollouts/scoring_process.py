@@ -118,11 +118,15 @@ def main() -> None:
     calls, questions = inherited(int(sys.argv[2])), inherited(int(sys.argv[3]))
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the rank, which ends this process
-    for number in preempt_signals():  # so does a pre-emption, whose checkpoint needs the rewards under way
-        signal.signal(number, lambda *_: None)  # a handler, because programs that a function starts inherit `SIG_IGN`
+    # so does a pre-emption, whose checkpoint needs the rewards under way
+    for number in preempt_signals():
+        # a handler, because programs that a function starts inherit `SIG_IGN`
+        signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, preempt_signals())
     functions = Functions()
-    threading.Thread(target=serve, args=(owner, questions, functions), name="questions", daemon=True).start()
+    threading.Thread(
+        target=serve, args=(owner, questions, functions), name="questions", daemon=True
+    ).start()
     for module in sys.argv[4:]:  # some take seconds
         with contextlib.suppress(Exception):  # the call says what is wrong
             import_module(module)

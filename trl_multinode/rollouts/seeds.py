@@ -35,7 +35,9 @@ class RowSeeds:
         self._round = (mode, number)
         self._trace = RowTrace(self.num_rows)
 
-    def of_group(self, mode: str, number: int, first_row: int, size: int, num_rows: int) -> "RowSeeds":
+    def of_group(
+        self, mode: str, number: int, first_row: int, size: int, num_rows: int
+    ) -> "RowSeeds":
         """Return the seeds of one group of that round, for calls with its rows only; the seeds of its rows are those
         that `of_call` returns in calls with all rows.
 
@@ -59,7 +61,9 @@ class RowSeeds:
             return None
         rows = self._trace.add_prompts(prompts)
         num_rows = self._rank_rows or self._trace.num_rows
-        return [self._first(self._round, turn, num_rows) + self._first_row + row for row, turn in rows]
+        return [
+            self._first(self._round, turn, num_rows) + self._first_row + row for row, turn in rows
+        ]
 
     def of_round(self, mode: str, number: int, num_rows: int) -> list[int] | None:
         """Return the seeds that `of_call` returns for all rows in the first call of that round."""

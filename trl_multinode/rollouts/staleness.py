@@ -34,7 +34,9 @@ class RoundSums:
     clipped: float = 0.0  # tokens (or sequences) that the correction clips or masks
     tokens: float = 0.0
     trained_tokens: float = 0.0
-    nan_tokens: float = 0.0  # trained tokens whose log-prob is NaN, from the engine or from the trainer
+    nan_tokens: float = (
+        0.0  # trained tokens whose log-prob is NaN, from the engine or from the trainer
+    )
     # rounds in flight
     taken_rows: float = 0.0  # rows that were trained
     taken_tokens: float = 0.0
@@ -83,7 +85,9 @@ class StalenessMeter:
     """
 
     def __init__(self, args: Any):
-        self._per_sequence = getattr(args, "vllm_importance_sampling_mode", "").startswith("sequence")
+        self._per_sequence = getattr(args, "vllm_importance_sampling_mode", "").startswith(
+            "sequence"
+        )
         self._low = getattr(args, "vllm_importance_sampling_clip_min", None)
         self._high = getattr(args, "vllm_importance_sampling_clip_max", None)
         self._sums = RoundSums()
@@ -148,7 +152,9 @@ class StalenessMeter:
         if "old_per_token_logps" not in output or "sampling_per_token_logps" not in output:
             return
         mask = output["completion_mask"] * output.get("tool_mask", output["completion_mask"])
-        difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).nan_to_num(nan=0.0) * mask
+        difference = (
+            output["old_per_token_logps"] - output["sampling_per_token_logps"]
+        ).nan_to_num(nan=0.0) * mask
         # float64, because the square of a sequence's weight exceeds float32 from a summed difference of 44 on
         difference = difference.double()
         logs = difference.sum(-1)[mask.any(-1)] if self._per_sequence else difference[mask.bool()]
@@ -157,7 +163,8 @@ class StalenessMeter:
         high = float("inf") if self._high is None else self._high
         is_clipped = (weights < low) | (weights > high)
         found = [weights.sum(), weights.square().sum(), is_clipped.double().sum()]
-        total, squared, clipped = torch.stack(found).tolist()  # once, because it makes the host wait for the device
+        # once, because it makes the host wait for the device
+        total, squared, clipped = torch.stack(found).tolist()
         self._sums.weights += total
         self._sums.weights_squared += squared
         self._sums.clipped += clipped
@@ -225,10 +232,14 @@ def summarize_rounds(ranks: list[RoundSums], idle_s: list[float]) -> dict[str, f
     if total.swaps:  # every rank counts every swap
         metrics["in_flight/swapped_rows"] = total.swapped_rows / largest.swaps
     if total.sampled_groups:
-        metrics["dynamic_sampling/extra_tokens"] = total.dropped_tokens / max(total.sampled_tokens, 1.0)
+        metrics["dynamic_sampling/extra_tokens"] = total.dropped_tokens / max(
+            total.sampled_tokens, 1.0
+        )
     if total.tokens and total.weights_squared:  # gathered in float32, in which small squares are 0
         metrics["staleness/clipped_share"] = total.clipped / total.tokens
-        metrics["staleness/effective_sample_size"] = total.weights**2 / (total.tokens * total.weights_squared)
+        metrics["staleness/effective_sample_size"] = total.weights**2 / (
+            total.tokens * total.weights_squared
+        )
     return metrics
 
 

@@ -99,7 +99,9 @@ class AheadGeneration:
             Limit for a completion; a `rollout_func` may change it between its calls.
     """
 
-    def __init__(self, ask: Ask, seeds: RowSeeds, longest: int, rank: int, first_row: int, max_tokens: int):
+    def __init__(
+        self, ask: Ask, seeds: RowSeeds, longest: int, rank: int, first_row: int, max_tokens: int
+    ):
         self.turns: list[Turn] = []
         self.max_completion_length = max_tokens
         self._ask, self._seeds, self._longest = ask, seeds, longest
@@ -109,7 +111,11 @@ class AheadGeneration:
         """Do nothing: weights are sent when a round is used."""
 
     def generate(
-        self, prompts: Prompts, images: Images | None = None, num_generations: int = 1, profiler: Any = None
+        self,
+        prompts: Prompts,
+        images: Images | None = None,
+        num_generations: int = 1,
+        profiler: Any = None,
     ) -> tuple[list, list, list, list]:
         """Generate completions, as [`NodeGeneration.generate`] does; other threads run meanwhile."""
         check_lengths(prompts, self._longest, *self._place)
@@ -144,7 +150,8 @@ class Recorder:
         self._kind = _stand_in_kind(type(trainer))
         args = trainer.args
         self._rank_rows = args.per_device_train_batch_size * args.steps_per_generation
-        self._rollout_func = trainer.rollout_func  # while a round is replayed, the trainer has another one
+        # while a round is replayed, the trainer has another one
+        self._rollout_func = trainer.rollout_func
         self._tokenizers = locked_copies(trainer.processing_class, trainer._tokenizer)
         self._pools: list[dict[Any, list]] = []  # of environments, free
         self._lock = threading.Lock()
@@ -176,7 +183,9 @@ class Recorder:
         vars(stand_in).update(own_attributes(trainer))
         first_row = group.place * size
         generation, rank = trainer.vllm_generation, trainer.accelerator.process_index
-        seeds = generation.seeds.of_group(group.seed_mode, group.number, first_row, size, self._rank_rows)
+        seeds = generation.seeds.of_group(
+            group.seed_mode, group.number, first_row, size, self._rank_rows
+        )
         limits = generation.engines.max_model_len, rank, first_row, generation.max_completion_length
         vars(stand_in).update(
             host=None,  # every method is TRL's
@@ -207,7 +216,11 @@ class Recorder:
     def _give_environments(self, stand_in: Any, first_row: int) -> None:
         """Give a stand-in environments that no other group uses; TRL builds more of them if it needs to."""
         with self._lock:
-            pool = self._pools.pop() if self._pools else {name: [] for name in stand_in.environment_factories}
+            pool = (
+                self._pools.pop()
+                if self._pools
+                else {name: [] for name in stand_in.environment_factories}
+            )
         stand_in._environment_pool = pool
         self._tool_calls.resets.rows = count(first_row)
 
@@ -244,7 +257,9 @@ def own_attributes(trainer: Any) -> dict[str, Any]:
     """Return a trainer's attributes without those that replace a method: a replay does so in the main thread."""
     kind = type(trainer)
     attributes = dict(vars(trainer))  # in one step: the main thread adds and removes some meanwhile
-    return {name: value for name, value in attributes.items() if not callable(getattr(kind, name, None))}
+    return {
+        name: value for name, value in attributes.items() if not callable(getattr(kind, name, None))
+    }
 
 
 def rows_of(fields: dict[str, Any], num_rows: int) -> list[dict[str, Any]]:

@@ -51,7 +51,9 @@ class UpdateLog:
                 "would train on completions of an older policy."
             )
 
-    def ages(self, rows: Iterable[tuple[Rollout, int]], number: int, current: WeightVersion) -> TokenAges:
+    def ages(
+        self, rows: Iterable[tuple[Rollout, int]], number: int, current: WeightVersion
+    ) -> TokenAges:
         """Return the ages of the tokens in round `number`, with the `current` weights.
 
         Args:
@@ -64,7 +66,9 @@ class UpdateLog:
             start = 0
             for span in row.versions:
                 made_in, step = self._updates[span.update]
-                rounds = 0 if span.update == current.update else max(1, number - max(made_in, begun))
+                rounds = (
+                    0 if span.update == current.update else max(1, number - max(made_in, begun))
+                )
                 steps = current.step - step
                 count = span.end - start
                 start = span.end
@@ -73,7 +77,9 @@ class UpdateLog:
                 in_steps += steps * count
                 rounds_max = max(rounds_max, rounds)
                 steps_max = max(steps_max, steps)
-        return TokenAges(in_rounds / max(1, tokens), rounds_max, in_steps / max(1, tokens), steps_max)
+        return TokenAges(
+            in_rounds / max(1, tokens), rounds_max, in_steps / max(1, tokens), steps_max
+        )
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

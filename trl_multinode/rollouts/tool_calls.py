@@ -33,13 +33,18 @@ class ToolCalls(UserCalls):
             Arguments of [`UserCalls`].
     """
 
-    def __init__(self, topology: Any, timeout_s: float | None, report: Callable[..., None], raises: bool):
+    def __init__(
+        self, topology: Any, timeout_s: float | None, report: Callable[..., None], raises: bool
+    ):
         super().__init__(topology, timeout_s, report)
         self._raises = raises
-        self.resets = threading.local()  # `rows`: an iterator over the rows that the thread's next resets are for
+        # `rows`: an iterator over the rows that the thread's next resets are for
+        self.resets = threading.local()
 
     @contextmanager
-    def named(self, what: str, place: str, fatal: bool = True, limited: bool = True) -> Iterator[None]:
+    def named(
+        self, what: str, place: str, fatal: bool = True, limited: bool = True
+    ) -> Iterator[None]:
         """Limit a call in this thread, and name it in the error that it raises.
 
         Args:
@@ -84,22 +89,32 @@ class ToolCalls(UserCalls):
             failures (`list[RolloutError]`):
                 List that gets the errors of async tools: TRL takes anything that they raise for their answer.
         """
-        for tools, watched in ((trainer._sync_tool_dicts, self._sync), (trainer._async_tool_dicts, self._async)):
+        for tools, watched in (
+            (trainer._sync_tool_dicts, self._sync),
+            (trainer._async_tool_dicts, self._async),
+        ):
             for row, of_row in enumerate(tools, first_row):
                 place = f", for row {row} of this rank"
-                of_row.update({name: watched(name, tool, place, failures) for name, tool in of_row.items()})
+                of_row.update(
+                    {name: watched(name, tool, place, failures) for name, tool in of_row.items()}
+                )
 
-    def _sync(self, name: str, tool: Callable, place: str, failures: list[RolloutError]) -> Callable:
+    def _sync(
+        self, name: str, tool: Callable, place: str, failures: list[RolloutError]
+    ) -> Callable:
         @functools.wraps(tool)
         def call_tool(**arguments: Any) -> Any:
             if not accepts(tool, arguments):
-                return tool(**arguments)  # raises at once what TRL gives to the model, whose fault it is
+                # raises at once what TRL gives to the model, whose fault it is
+                return tool(**arguments)
             with self.named(f"the tool `{name}`", place, self._raises):
                 return tool(**arguments)
 
         return call_tool
 
-    def _async(self, name: str, tool: Callable, place: str, failures: list[RolloutError]) -> Callable:
+    def _async(
+        self, name: str, tool: Callable, place: str, failures: list[RolloutError]
+    ) -> Callable:
         async def await_tool(**arguments: Any) -> Any:
             with self.open_call(Call(f"the tool `{name}`", place)) as call:
                 try:
@@ -127,14 +142,19 @@ class ToolCalls(UserCalls):
         def watched(build: Callable[[], Any]) -> Callable[[], Any]:
             return lambda: self.watch_reset(build())
 
-        trainer.environment_factories = {name: watched(build) for name, build in trainer.environment_factories.items()}
+        trainer.environment_factories = {
+            name: watched(build) for name, build in trainer.environment_factories.items()
+        }
         for environment in (one for pool in trainer._environment_pool.values() for one in pool):
             self.watch_reset(environment)
 
     def watch_reset(self, environment: Any) -> Any:
         """Limit and name the `reset` of an environment, which TRL calls for each row, and return the environment. One
         that takes no new attributes stays as it is."""
-        reset, what = environment.reset, f"the `reset` of the environment {type(environment).__name__}"
+        reset, what = (
+            environment.reset,
+            f"the `reset` of the environment {type(environment).__name__}",
+        )
 
         @functools.wraps(reset)
         def call_reset(**row: Any) -> Any:
@@ -185,7 +205,10 @@ def accepts(tool: Callable, arguments: dict[str, Any]) -> bool:
 
 def is_ctrl_c(error: BaseException) -> bool:
     """Return whether an exception is the user's Ctrl-C, which Python raises in the main thread."""
-    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+    return (
+        isinstance(error, KeyboardInterrupt)
+        and threading.current_thread() is threading.main_thread()
+    )
 
 
 def name_of(function: Callable) -> str:

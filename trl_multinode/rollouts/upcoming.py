@@ -52,7 +52,11 @@ class UpcomingBatches:
     def after(self, batch: Batch, count: int) -> Batch | None:
         """Return the batch `count` positions after the current `batch`, or `None` if the epoch ends before it."""
         index = self._index(batch)
-        return self._held[index + count] if index is not None and index + count < len(self._held) else None
+        return (
+            self._held[index + count]
+            if index is not None and index + count < len(self._held)
+            else None
+        )
 
     def place_in_window(self, batch: Batch) -> int:
         """Count the batches of this optimizer step that come before `batch`."""

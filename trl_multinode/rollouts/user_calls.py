@@ -59,7 +59,9 @@ class UserCalls:
                 call.since += gap
             seconds = now - call.since
             if self.timeout_s is not None and seconds >= self.timeout_s:
-                what = f"{call.name} has not returned after {seconds:.0f} s{call.row()}{call.where()}"
+                what = (
+                    f"{call.name} has not returned after {seconds:.0f} s{call.row()}{call.where()}"
+                )
                 cure = f"Give what it waits for a limit, or raise `call_timeout` (got {self.timeout_s:g} s)"
                 self._report(f"{what}. {cure}", code=USER_CODE)
 

@@ -10,14 +10,17 @@ from contextlib import suppress
 from .store import RunStore
 from .topology import Topology
 
-ADDRESS = re.compile(r"\[?\b((?:\d{1,3}\.){3}\d{1,3})\]?(?=[:<]\d)")  # as gloo and NCCL write it, before the port
+# as gloo and NCCL write it, before the port
+ADDRESS = re.compile(r"\[?\b((?:\d{1,3}\.){3}\d{1,3})\]?(?=[:<]\d)")
 SIOCGIFADDR = 0x8915  # Linux: address of an interface
 
 
 def register(store: RunStore, topology: Topology) -> None:
     """Write this node's addresses for the other nodes. Local main processes call it."""
     if not store.alone and topology.is_local_main and topology.num_nodes > 1:
-        store.lend(lambda client: client.set(f"address/{topology.node}", json.dumps(own_addresses())))
+        store.lend(
+            lambda client: client.set(f"address/{topology.node}", json.dumps(own_addresses()))
+        )
 
 
 def with_nodes(text: str, store: RunStore, topology: Topology) -> str:
@@ -39,7 +42,9 @@ def with_nodes(text: str, store: RunStore, topology: Topology) -> str:
 def _addresses_of(node: int, store: RunStore) -> list[str]:
     found: list[str] = []
     key = f"address/{node}"
-    store.lend(lambda client: found.extend(json.loads(client.get(key))) if client.check([key]) else None)
+    store.lend(
+        lambda client: found.extend(json.loads(client.get(key))) if client.check([key]) else None
+    )
     return found
 
 

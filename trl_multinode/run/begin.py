@@ -13,7 +13,9 @@ from .watch.watchdog import Watchdog
 FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
-def begin_run(watch: Watchdog, folder: Path, step: Callable[[], int], start_timeout_s: float) -> None:
+def begin_run(
+    watch: Watchdog, folder: Path, step: Callable[[], int], start_timeout_s: float
+) -> None:
     """Check and claim `output_dir`, before anything large is loaded. Every rank calls it.
 
     Args:
@@ -55,9 +57,13 @@ def check_writable(folder: Path, node: int) -> None:
         reason = os.strerror(error.errno) if error.errno else str(error)
         text = f"node {node} cannot write to `output_dir` {folder.parent}: {reason}"
         if error.errno in FULL:
-            warn(f"{text}. The run goes on, and fails at its first checkpoint unless space is freed.")
+            warn(
+                f"{text}. The run goes on, and fails at its first checkpoint unless space is freed."
+            )
             return
         cure = "Mount it writable on every node, or use another `output_dir`."
         if error.errno == errno.EROFS:
             raise OSError(errno.EROFS, f"{text}. {cure}") from error
-        raise ConfigurationError(f"{text}.", setting="output_dir", got=folder.parent, cure=cure) from error
+        raise ConfigurationError(
+            f"{text}.", setting="output_dir", got=folder.parent, cure=cure
+        ) from error

@@ -19,7 +19,9 @@ EXCHANGES = 3  # the one with the shortest round trip counts
 LONGEST_WAIT = timedelta(seconds=5)  # for a rank that has just left the same meeting
 
 
-def clock_offset(topology: Topology, store: "Store | None", now: Callable[[], float] = time.time) -> float | None:
+def clock_offset(
+    topology: Topology, store: "Store | None", now: Callable[[], float] = time.time
+) -> float | None:
     """Return the seconds by which this node's clock is ahead of node 0's. Every rank calls it, right after a meeting.
 
     Args:

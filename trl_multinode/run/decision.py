@@ -61,7 +61,8 @@ class StepDecision:
             return asks or self._asked == step
         decision = self._store.compare_set(self._key(step), "", "yes" if asks else "no")
         if self._topology.rank == 0:
-            self._store.delete_key(self._key(step - 2))  # all ranks have read it, because step - 1 has ended
+            # all ranks have read it, because step - 1 has ended
+            self._store.delete_key(self._key(step - 2))
         return decision == b"yes"
 
     def _key(self, step: int) -> str:

@@ -14,9 +14,20 @@ from ..errors import DiskError
 from .endings.error_text import described, text_of_error
 
 OF_A_DISK = {errno.ENOSPC: "full", errno.EDQUOT: "full (quota)", errno.EROFS: "read-only"}
-CLEAR = ("No space left on device", "StorageFull", "Disk quota exceeded")  # without an errno, in another error's text
-VAGUE = ("inline_container", "PytorchStreamWriter", "iostream error")  # of torch's writer, whatever the reason
-NEARLY_FULL = 16 * 2**20  # bytes; a file that did not fit may have been removed, or was larger than the rest
+# without an errno, in another error's text
+CLEAR = (
+    "No space left on device",
+    "StorageFull",
+    "Disk quota exceeded",
+)
+# of torch's writer, whatever the reason
+VAGUE = (
+    "inline_container",
+    "PytorchStreamWriter",
+    "iostream error",
+)
+# bytes; a file that did not fit may have been removed, or was larger than the rest
+NEARLY_FULL = 16 * 2**20
 
 
 def as_disk_error(error: BaseException, folders: Mapping[str, Path]) -> BaseException:
@@ -72,12 +83,21 @@ def _path_of(error: BaseException) -> list[str]:
 
 def _nearly_full(folders: Mapping[str, Path]) -> list[str]:
     free = {setting: _free(path) for setting, path in folders.items()}
-    return _all({name: folders[name] for name, count in free.items() if count is not None and count < NEARLY_FULL})
+    return _all(
+        {
+            name: folders[name]
+            for name, count in free.items()
+            if count is not None and count < NEARLY_FULL
+        }
+    )
 
 
 def _all(folders: Mapping[str, Path]) -> list[str]:
     """Return each folder with its setting and its free bytes."""
-    return [f"{path}{setting and f' ({setting})'}, {_free(path)} bytes free" for setting, path in folders.items()]
+    return [
+        f"{path}{setting and f' ({setting})'}, {_free(path)} bytes free"
+        for setting, path in folders.items()
+    ]
 
 
 def _free(path: Path) -> int | None:

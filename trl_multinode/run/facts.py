@@ -16,7 +16,9 @@ from .meeting import Meeting
 from .topology import Topology
 from .values import digest_of, flat, is_secret, shown
 
-MOST_SETS = 4  # that differ and are split further, and so about the number of facts that a message names
+MOST_SETS = (
+    4  # that differ and are split further, and so about the number of facts that a message names
+)
 NAME_DIGITS = 8  # of a name's digest; they tell the facts of a run apart
 MOST_NAMED = 6  # ranks or nodes
 ALL = "all"
@@ -32,7 +34,9 @@ class Disagreement:
     ranks_per_node: int
 
     def __str__(self) -> str:
-        found = ", ".join(f"{value} on {self._places(ranks)}" for value, ranks in self.values.items())
+        found = ", ".join(
+            f"{value} on {self._places(ranks)}" for value, ranks in self.values.items()
+        )
         return f"{self.name} ({found})"
 
     def _places(self, ranks: Sequence[int]) -> str:
@@ -81,7 +85,9 @@ def disagreements(meeting: Meeting, topology: Topology, facts: Facts) -> list[Di
     sets = [_Set(scope, "") for scope in facts.scopes]
     while True:
         mine = {one: one.digest(facts) for one in sets}
-        differing = _differing(meeting.wait(" ".join(f"{one}={digest}" for one, digest in mine.items())))
+        differing = _differing(
+            meeting.wait(" ".join(f"{one}={digest}" for one, digest in mine.items()))
+        )
         if not differing:
             return []
         if all(one.is_single for one in differing):
@@ -128,7 +134,9 @@ def _differing(words: Iterable[str]) -> list[_Set]:
     return sorted(one for one, found in digests.items() if len(found) > 1)[:MOST_SETS]
 
 
-def _values(meeting: Meeting, topology: Topology, facts: Facts, sets: Sequence[_Set]) -> list[Disagreement]:
+def _values(
+    meeting: Meeting, topology: Topology, facts: Facts, sets: Sequence[_Set]
+) -> list[Disagreement]:
     mine = []
     for one in sets:
         if one.scope in facts.scopes:
@@ -136,15 +144,22 @@ def _values(meeting: Meeting, topology: Topology, facts: Facts, sets: Sequence[_
             # values are told apart, and a secret is neither sent nor shown
             value = f"(hidden, {digest_of(text)[:4]})" if is_secret(name, text) else shown(text)
             mine.append([str(one), topology.rank, name, value])
-    words = meeting.wait(" ".join(base64.b64encode(json.dumps(value).encode()).decode() for value in mine))
+    words = meeting.wait(
+        " ".join(base64.b64encode(json.dumps(value).encode()).decode() for value in mine)
+    )
     entries = sorted(json.loads(base64.b64decode(word)) for word in words)
     names = {where: name for where, _, name, _ in entries if name}
     values: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for where, rank, _, text in entries:
         values[names[where]][text].append(rank)
-    return [Disagreement(name, dict(found), topology.ranks_per_node) for name, found in sorted(values.items())]
+    return [
+        Disagreement(name, dict(found), topology.ranks_per_node)
+        for name, found in sorted(values.items())
+    ]
 
 
 def _named(what: str, numbers: Sequence[int]) -> str:
     more = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
-    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:MOST_NAMED]))}{more}"
+    return (
+        f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:MOST_NAMED]))}{more}"
+    )

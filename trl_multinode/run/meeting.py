@@ -19,7 +19,8 @@ from torch.distributed import DistStoreError, Store
 from .store import GRACE_S, STORE_TIMEOUT_S
 from .topology import Topology
 
-LONGEST_WAIT = timedelta(days=1)  # of one request to the store, which is repeated; torch logs every one that runs out
+# of one request to the store, which is repeated; torch logs every one that runs out
+LONGEST_WAIT = timedelta(days=1)
 
 
 class Meeting:
@@ -60,7 +61,8 @@ class Meeting:
         try:
             return sorted(set(self._arrive(self._store, request).split()))
         except RuntimeError:
-            time.sleep(STORE_TIMEOUT_S + 2 * GRACE_S)  # the store is gone; the watch thread ends this process
+            # the store is gone; the watch thread ends this process
+            time.sleep(STORE_TIMEOUT_S + 2 * GRACE_S)
             raise
         finally:
             self._waits_since = None
@@ -70,7 +72,8 @@ class Meeting:
         asked, met = f"asked/{self._number}", f"met/{self._number}"
         if request:  # before the arrival, so that the last rank finds it
             store.append(asked, f"{request} ")
-        if store.add(f"arrived/{self._number}", 1) >= self._topology.world_size:  # more: repeated after a reset
+        # more: repeated after a reset
+        if store.add(f"arrived/{self._number}", 1) >= self._topology.world_size:
             requests = store.get(asked).decode() if store.check([asked]) else ""
             store.set(met, requests)  # wakes the others
             for key in ("arrived", "met", "asked"):

@@ -100,7 +100,8 @@ class OutputOwner:
     def _try_lock(self) -> bool:
         """Return whether no other process of this host holds the lock, or whether the file system has no locks."""
         if self._lock is None:
-            self._lock = open(self._folder / "owner.lock", "wb")  # not closed later: that would release the lock
+            # not closed later: that would release the lock
+            self._lock = open(self._folder / "owner.lock", "wb")
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -121,13 +122,15 @@ class OutputOwner:
             `ConfigurationError`: if it changes.
         """
         first = self._read()
-        if first is None or first.get("boot") == boot_id():  # that process is dead, because the lock was free
+        # that process is dead, because the lock was free
+        if first is None or first.get("boot") == boot_id():
             return
         report(
             f"{self._folder.parent} belonged to a run on {first.get('host')} (pid {first.get('pid')}) that has not "
             f"ended well: waiting {TAKEN_OVER_AFTER_S:.0f} s to see whether it still runs"
         )
-        for _ in range(round(TAKEN_OVER_AFTER_S / POLL_S)):  # counts looks: seconds pass while hosts are suspended
+        # counts looks: seconds pass while hosts are suspended
+        for _ in range(round(TAKEN_OVER_AFTER_S / POLL_S)):
             time.sleep(POLL_S)
             if (now := self._read()) is None:
                 return

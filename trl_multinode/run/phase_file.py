@@ -20,13 +20,21 @@ class PhaseFile(LineFile):
 
     def __init__(self, folder: Path, rank: int, node: int):
         super().__init__(folder / f"rank{rank}.jsonl", self._warn)
-        self.clock_offset: float | None = None  # seconds ahead of node 0's clock, once it is measured
+        self.clock_offset: float | None = (
+            None  # seconds ahead of node 0's clock, once it is measured
+        )
         self.attempt = 1 + max(last_attempt(self.path), last_attempt(folder / "rank0.jsonl"))
         self._node = node
         self._rank = rank
 
     def write(
-        self, phase: str, start: float, total: float, seconds: float, step: int, evaluation: bool = False
+        self,
+        phase: str,
+        start: float,
+        total: float,
+        seconds: float,
+        step: int,
+        evaluation: bool = False,
     ) -> None:
         """Write the line of a phase. After an error, warn once, drop the line, and try again with the next one."""
         line = {
@@ -49,5 +57,11 @@ def last_attempt(path: Path) -> int:
             file.seek(max(0, os.path.getsize(path) - 4096))
             lines = file.read().splitlines()
         return int(json.loads(lines[-1])["attempt"])
-    except (OSError, ValueError, LookupError, TypeError):  # no file, half a line, or a line of an earlier version
+    # no file, half a line, or a line of an earlier version
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+    ):
         return 0

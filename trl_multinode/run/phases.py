@@ -10,7 +10,14 @@ from contextlib import contextmanager
 
 from .phase_file import PhaseFile
 
-PHASES = ("sync", "generate", "reward", "train", "wait")  # the phases of a step, in the order of the log
+# the phases of a step, in the order of the log
+PHASES = (
+    "sync",
+    "generate",
+    "reward",
+    "train",
+    "wait",
+)
 
 
 class Phases:

@@ -38,7 +38,9 @@ def launcher_limit(environ: Mapping[str, str] = os.environ) -> float:
         return LAUNCHER_S
 
 
-def grace_after(stop: signal.Signals, grace_s: float, environ: Mapping[str, str] = os.environ) -> float:
+def grace_after(
+    stop: signal.Signals, grace_s: float, environ: Mapping[str, str] = os.environ
+) -> float:
     """Return the seconds that a rank has after a signal: `preemption_grace`, or less if the launcher leaves less.
 
     A rank cannot see who sent SIGTERM or SIGHUP, so the launcher's limit counts for each. Other signals have no such
@@ -53,9 +55,13 @@ def grace_after(stop: signal.Signals, grace_s: float, environ: Mapping[str, str]
 def grace_note(grace_s: float, environ: Mapping[str, str] = os.environ) -> str:
     """Return a line for the start of a run: how long a step and a checkpoint may take after a signal."""
     grace = grace_after(signal.SIGTERM, grace_s, environ)
-    text = f"after a SIGTERM or SIGHUP {grace:.0f} s are left for the end of the step and a checkpoint"
+    text = (
+        f"after a SIGTERM or SIGHUP {grace:.0f} s are left for the end of the step and a checkpoint"
+    )
     if grace < grace_s:
-        text += f": torchrun kills the ranks after {launcher_limit(environ):.0f} s ({TIMEOUT_VARIABLE})"
+        text += (
+            f": torchrun kills the ranks after {launcher_limit(environ):.0f} s ({TIMEOUT_VARIABLE})"
+        )
     for other in environment_signals(environ):
         text += f"; after a {other.name} {grace_s:.0f} s"
     return text
@@ -104,7 +110,8 @@ class Preemption:
         watch: Watchdog,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.last_checkpoint: Callable[[], object] = lambda: None  # the newest whole one, if there is one
+        # the newest whole one, if there is one
+        self.last_checkpoint: Callable[[], object] = lambda: None
         self._topology = topology
         self._decision = StepDecision(topology, store, "preempt")
         self._grace_s = grace_s
@@ -159,15 +166,24 @@ class Preemption:
 
     def _end_at_deadline(self, stop: signal.Signals, grace: float) -> None:
         is_saved = self._watch.ending.preempted is not None
-        what = "the end of the script" if is_saved or self._step == 0 else f"the end of step {self._step}"
+        what = (
+            "the end of the script"
+            if is_saved or self._step == 0
+            else f"the end of step {self._step}"
+        )
         limit = f"`preemption_grace` ({grace:.0f} s)"
         if grace < self._grace_s:
             limit = f"{grace:.0f} s, which torchrun's {TIMEOUT_VARIABLE} leaves (raise it before the launch)"
         checkpoint = self.last_checkpoint()
-        last = f"The last whole checkpoint is {checkpoint}" if checkpoint else "There is no whole checkpoint"
+        last = (
+            f"The last whole checkpoint is {checkpoint}"
+            if checkpoint
+            else "There is no whole checkpoint"
+        )
         line = f"pre-empted by {stop.name}: {what} did not come within {limit}. {last}"
         self._watch.report(line, code=PREEMPTED)
-        time.sleep(MARGIN_S - 1.0)  # the watch thread ends the process meanwhile, unless it has ended itself
+        # the watch thread ends the process meanwhile, unless it has ended itself
+        time.sleep(MARGIN_S - 1.0)
         report(f"{self._topology}: {line}", error=True)
         os._exit(PREEMPTED)
 
@@ -203,5 +219,7 @@ class Preemption:
             then = "continues from it"
             if not self._watch.ending.resumes:
                 then = f"begins at step 1, because the script has not called {RESUMING}"
-            report(f"pre-empted: {checkpoint} is saved. All ranks leave now, and a new launch {then}")
+            report(
+                f"pre-empted: {checkpoint} is saved. All ranks leave now, and a new launch {then}"
+            )
         raise Preempted

@@ -71,4 +71,6 @@ class ProgressLines:
         if phase not in WORDS or now - max(self._step_since, silent_since()) < EVERY_S:
             return
         left = self._left(phase)
-        report(f"step {step + 1}: {WORDS[phase]} for {now - self._phase_since:.0f} s{left and ', '}{left}")
+        report(
+            f"step {step + 1}: {WORDS[phase]} for {now - self._phase_since:.0f} s{left and ', '}{left}"
+        )

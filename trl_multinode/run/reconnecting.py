@@ -38,7 +38,9 @@ class ReconnectingStore:
             Function that is called with the seconds that a reset took.
     """
 
-    limit_s: ClassVar[float] = 20.0  # seconds after which the store counts as gone; the same for all threads
+    limit_s: ClassVar[float] = (
+        20.0  # seconds after which the store counts as gone; the same for all threads
+    )
 
     def __init__(
         self,
@@ -51,11 +53,14 @@ class ReconnectingStore:
         self._reopened = reopened
         self._client = self._open()
         self._opening = threading.Lock()
-        self._unconfirmed: list[Callable[[Store], Any]] = []  # calls without a reply since the last one with a reply
+        # calls without a reply since the last one with a reply
+        self._unconfirmed: list[Callable[[Store], Any]] = []
 
     def __getattr__(self, name: str) -> Any:
         """Return a method of the store that survives a reset."""
-        return lambda *args: self.repeat(lambda client: getattr(client, name)(*args), has_reply=name not in NO_REPLY)
+        return lambda *args: self.repeat(
+            lambda client: getattr(client, name)(*args), has_reply=name not in NO_REPLY
+        )
 
     def repeat(self, use: Callable[[Store], Any], has_reply: bool) -> Any:
         """Call `use` with the open connection, and again with a new one after a reset."""
@@ -106,7 +111,10 @@ def keep_alive(port: int, limit_s: float) -> None:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as end:
-                if end.family not in (socket.AF_INET, socket.AF_INET6) or end.getpeername()[1] != port:
+                if (
+                    end.family not in (socket.AF_INET, socket.AF_INET6)
+                    or end.getpeername()[1] != port
+                ):
                     continue
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
@@ -132,10 +140,14 @@ class Prefixed:
         def use(client: Store, *args: Any) -> Any:
             return getattr(PrefixStore(self._prefix, client), name)(*args)
 
-        return lambda *args: self._parent.repeat(lambda client: use(client, *args), has_reply=name not in NO_REPLY)
+        return lambda *args: self._parent.repeat(
+            lambda client: use(client, *args), has_reply=name not in NO_REPLY
+        )
 
 
-def open_store(connect: Callable[[float | None], Store], address: tuple[str, int], topology: Topology) -> Store:
+def open_store(
+    connect: Callable[[float | None], Store], address: tuple[str, int], topology: Topology
+) -> Store:
     """Open a client of the run's store; local main processes report each reset.
 
     Raises:
@@ -144,7 +156,9 @@ def open_store(connect: Callable[[float | None], Store], address: tuple[str, int
 
     def reopened(seconds: float) -> None:
         if topology.is_local_main:
-            report(f"{topology}: a connection to the run's store was reset; opened again after {seconds:.1f} s")
+            report(
+                f"{topology}: a connection to the run's store was reset; opened again after {seconds:.1f} s"
+            )
 
     try:
         return cast(Store, ReconnectingStore(connect, address, reopened))

@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-BLOCKED_S = (
-    5.0  # longest wait for an output that takes nothing: Ctrl-S, a pager or `tee` that was stopped, a hung disk
-)
+# longest wait for an output that takes nothing: Ctrl-S, a pager or `tee` that was stopped, a hung disk
+BLOCKED_S = 5.0
 MAX_WAITING = 1000  # lines that wait for such an output; later ones are dropped
 
 _last_line = time.monotonic()
@@ -54,7 +53,9 @@ class Printer:
     """Thread that prints, so that an output which blocks holds up no caller: not a heartbeat, nor the end of a run."""
 
     def __init__(self) -> None:
-        self._lines: queue.Queue[tuple[Callable[[], None], threading.Event]] = queue.Queue(MAX_WAITING)
+        self._lines: queue.Queue[tuple[Callable[[], None], threading.Event]] = queue.Queue(
+            MAX_WAITING
+        )
         self._blocked = False
         threading.Thread(target=self._run, name="printer", daemon=True).start()
 
@@ -113,7 +114,9 @@ def _warn_once(error: Exception) -> None:
     global _failed
     if not _failed:
         _failed = True
-        warn(f"lines of this library are missing, because the output of this rank cannot be written ({error})")
+        warn(
+            f"lines of this library are missing, because the output of this rank cannot be written ({error})"
+        )
 
 
 def silent_since() -> float:

@@ -35,7 +35,11 @@ class StepTimes:
 
 
 def split_advice(
-    times: StepTimes, training: int, reserved: int, overlapped: bool = False, in_flight: bool = False
+    times: StepTimes,
+    training: int,
+    reserved: int,
+    overlapped: bool = False,
+    in_flight: bool = False,
 ) -> str:
     """Recommend a split of a node's GPUs, from its measured seconds.
 

@@ -46,13 +46,17 @@ from .reconnecting import open_store, prefixed
 from .reporter import report
 from .topology import Topology
 
-GRACE_S = 6.0  # time for all ranks to read `fatal`; after it a rank exits even if others have not read it
+GRACE_S = (
+    6.0  # time for all ranks to read `fatal`; after it a rank exits even if others have not read it
+)
 STORE_TIMEOUT_S = 20.0  # a store that does not respond for so long counts as gone
 PROGRESS_EVERY_S = 15.0
 MISSED_EVERY_S = 2.0
 
 
-def connect_store(topology: Topology, run: int | None, environ: Mapping[str, str] = os.environ) -> Store | None:
+def connect_store(
+    topology: Topology, run: int | None, environ: Mapping[str, str] = os.environ
+) -> Store | None:
     """Connect a new client to the run's rendezvous store; return `None` for a single process.
 
     Every thread needs its own client, because a client that waits for a key blocks all other calls on it.
@@ -108,7 +112,9 @@ class RunStore:
 
     def of_trainer(self, run: int) -> "RunStore":
         """Return the keys of a trainer, through the client of this object."""
-        return RunStore(self._topology, run, None if self._store is None else prefixed(str(run), self._store))
+        return RunStore(
+            self._topology, run, None if self._store is None else prefixed(str(run), self._store)
+        )
 
     def lend(self, use: Callable[[Store], None]) -> None:
         """Call `use` with this thread's client. If the store is gone, `fatal` finds that."""
@@ -151,7 +157,9 @@ class RunStore:
         deadline = time.monotonic() + GRACE_S
         try:
             store.add("readers", 1)
-            while time.monotonic() < deadline and store.add("readers", 0) < self._topology.world_size:
+            while (
+                time.monotonic() < deadline and store.add("readers", 0) < self._topology.world_size
+            ):
                 time.sleep(0.1)
             time.sleep(0.3)  # keep the store alive until the last reader has seen the full count
         except RuntimeError:
@@ -182,7 +190,8 @@ class RunStore:
 
         def leave(store: Store) -> None:
             store.set(key, how)
-            store.check([key])  # `set` has no reply: a neighbour that sees this process end would look too early
+            # `set` has no reply: a neighbour that sees this process end would look too early
+            store.check([key])
 
         self.lend(leave)
 
@@ -243,7 +252,9 @@ class RunStore:
         self.lend(lambda store: found.append(store.add(f"leaves/{key}", 0)))
         return bool(found) and found[0] >= self._topology.world_size
 
-    def wait_for_all(self, linger_s: float, stopped: threading.Event, missed: Callable[[], None]) -> None:
+    def wait_for_all(
+        self, linger_s: float, stopped: threading.Event, missed: Callable[[], None]
+    ) -> None:
         """Wait until every rank of the run has finished. If a rank fails, the watch thread ends the wait.
 
         Args:
@@ -268,8 +279,11 @@ class RunStore:
                         missed()
                 if time.monotonic() - reported > PROGRESS_EVERY_S:
                     reported = time.monotonic()
-                    report(f"{self._topology}: {done} of {self._topology.world_size} ranks have finished")
+                    report(
+                        f"{self._topology}: {done} of {self._topology.world_size} ranks have finished"
+                    )
             if self._topology.node == 0:
                 time.sleep(linger_s)
         except RuntimeError:
-            stopped.wait(STORE_TIMEOUT_S)  # the store ended too early; else the watch thread ends this process
+            # the store ended too early; else the watch thread ends this process
+            stopped.wait(STORE_TIMEOUT_S)

@@ -24,7 +24,12 @@ class Topology:
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Topology":
         number = {
             name: int(environ.get(name, default))
-            for name, default in [("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)]
+            for name, default in [
+                ("RANK", 0),
+                ("WORLD_SIZE", 1),
+                ("LOCAL_RANK", 0),
+                ("LOCAL_WORLD_SIZE", 1),
+            ]
         }
         world, per_node = number["WORLD_SIZE"], number["LOCAL_WORLD_SIZE"]
         if world > 1 and "LOCAL_WORLD_SIZE" not in environ:
@@ -85,12 +90,17 @@ class EngineDevices:
     per_engine: tuple[tuple[str, ...], ...]
     shared_with_training: bool  # an engine uses a GPU that a rank trains on
     sender: str | None = None  # the local main process's GPU; `None` on a CPU
-    idle: tuple[str, ...] = ()  # GPUs that the ranks see, on which nothing trains and no engine runs
+    # GPUs that the ranks see, on which nothing trains and no engine runs
+    idle: tuple[str, ...] = ()
 
     def seen_by(self, engine: int, with_sender: bool = False) -> tuple[str, ...]:
         """Return the GPUs that an engine sees: its own, then the sender's if the engine must open memory there."""
         own = self.per_engine[engine]
-        return own if not with_sender or self.sender is None or self.sender in own else (*own, self.sender)
+        return (
+            own
+            if not with_sender or self.sender is None or self.sender in own
+            else (*own, self.sender)
+        )
 
 
 def assign_engines(
@@ -121,13 +131,20 @@ def assign_engines(
     if num_gpus == 0:
         return EngineDevices(((),) * (num_engines or 1), shared_with_training=False)
     names = visible_devices(environ, num_gpus)
-    num_gpus = len(names)  # on AMD, torch counts ROCR_VISIBLE_DEVICES where CUDA_VISIBLE_DEVICES hides more
+    # on AMD, torch counts ROCR_VISIBLE_DEVICES where CUDA_VISIBLE_DEVICES hides more
+    num_gpus = len(names)
     training = range(min(topology.ranks_per_node, num_gpus))
-    chosen = list(requested) if requested is not None else [i for i in range(num_gpus) if i not in training]
+    chosen = (
+        list(requested)
+        if requested is not None
+        else [i for i in range(num_gpus) if i not in training]
+    )
     _check_chosen(topology, chosen, names, environ)
     count = num_engines or len(chosen) // tensor_parallel_size
     _check_counts(topology, chosen, count, tensor_parallel_size)
-    groups = [chosen[i * tensor_parallel_size : (i + 1) * tensor_parallel_size] for i in range(count)]
+    groups = [
+        chosen[i * tensor_parallel_size : (i + 1) * tensor_parallel_size] for i in range(count)
+    ]
     return _devices(names, training, groups)
 
 
@@ -142,7 +159,9 @@ def _devices(names: list[str], training: range, groups: list[list[int]]) -> Engi
     )
 
 
-def _check_counts(topology: Topology, chosen: list[int], count: int, tensor_parallel_size: int) -> None:
+def _check_counts(
+    topology: Topology, chosen: list[int], count: int, tensor_parallel_size: int
+) -> None:
     """Check that the GPUs of the engines are enough for `count` engines, and divide into them."""
     if len(chosen) % tensor_parallel_size != 0:
         raise ConfigurationError(
@@ -177,7 +196,9 @@ def idle_gpus(devices: EngineDevices) -> str:
     )
 
 
-def _check_chosen(topology: Topology, chosen: list[int], names: list[str], environ: Mapping[str, str]) -> None:
+def _check_chosen(
+    topology: Topology, chosen: list[int], names: list[str], environ: Mapping[str, str]
+) -> None:
     seen = f"this node sees {len(names)} GPUs"
     variable = gpu_variable(environ)
     if variable in environ:

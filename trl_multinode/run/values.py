@@ -15,7 +15,11 @@ NOTHING = ("null", "true", "false")  # as JSON writes values that hide nothing
 
 def text_of(value: Any) -> str:
     """Return a value as text without addresses in memory; of an object without a text of its own, its class."""
-    return value if isinstance(value, str) else json.dumps(_plain(value), sort_keys=True, ensure_ascii=False)
+    return (
+        value
+        if isinstance(value, str)
+        else json.dumps(_plain(value), sort_keys=True, ensure_ascii=False)
+    )
 
 
 def flat(name: str, value: Any) -> Iterator[tuple[str, str]]:

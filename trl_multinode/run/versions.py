@@ -17,7 +17,12 @@ DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
     "peft": ("peft",),
     "trl_multinode": ("trl-multinode",),
 }
-MUST_AGREE = ("trl", "vllm", "torch")  # a different major.minor of these is an error, any other difference a warning
+# a different major.minor of these is an error, any other difference a warning
+MUST_AGREE = (
+    "trl",
+    "vllm",
+    "torch",
+)
 MISSING = "none"  # the version of a library that a node lacks
 NAMED_NODES = 8  # a line names no more nodes of one version
 
@@ -40,10 +45,16 @@ def local_versions() -> dict[str, str]:
     from torch.version import cuda, hip
 
     found = {library: _installed(names) for library, names in DISTRIBUTIONS.items()}
-    return {**found, "python": platform.python_version(), "cuda": cuda or (f"ROCm {hip}" if hip else MISSING)}
+    return {
+        **found,
+        "python": platform.python_version(),
+        "cuda": cuda or (f"ROCm {hip}" if hip else MISSING),
+    }
 
 
-def differences(per_node: Sequence[dict[str, str]], names: Sequence[str] | None = None) -> list[Difference]:
+def differences(
+    per_node: Sequence[dict[str, str]], names: Sequence[str] | None = None
+) -> list[Difference]:
     """
     Compare the versions of the nodes.
 
@@ -64,7 +75,9 @@ def differences(per_node: Sequence[dict[str, str]], names: Sequence[str] | None 
             nodes[versions.get(library, MISSING)].append(name)
         if len(nodes) > 1:
             by_count = dict(sorted(nodes.items(), key=lambda entry: -len(entry[1])))
-            is_error = library in MUST_AGREE and len({major_minor(version) for version in nodes}) > 1
+            is_error = (
+                library in MUST_AGREE and len({major_minor(version) for version in nodes}) > 1
+            )
             found.append(Difference(library, by_count, is_error))
     return sorted(found, key=lambda difference: not difference.is_error)
 

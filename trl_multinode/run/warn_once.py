@@ -49,7 +49,12 @@ class WarnOnce:
             show = warnings.showwarning
 
             def show_once(
-                message: Warning | str, category: type[Warning], filename: str, lineno: int, *args: Any, **kwargs: Any
+                message: Warning | str,
+                category: type[Warning],
+                filename: str,
+                lineno: int,
+                *args: Any,
+                **kwargs: Any,
             ) -> None:
                 if self.is_new(f"{category.__name__}: {message} {filename}:{lineno}"):
                     show(message, category, filename, lineno, *args, **kwargs)

@@ -31,7 +31,11 @@ class SaveByTime(TrainerCallback):
     """
 
     def __init__(
-        self, minutes: float, decision: StepDecision, decides: bool, clock: Callable[[], float] = time.monotonic
+        self,
+        minutes: float,
+        decision: StepDecision,
+        decides: bool,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._limit_s = 60.0 * minutes
         self._decision = decision

@@ -27,7 +27,9 @@ TAKE_ANOTHER = "Name another one, or use `resume_from_checkpoint=True`, which ta
 
 def checkpoints_in(output_dir: Path) -> list[Path]:
     """Return the folders of checkpoints, in any state, by their steps."""
-    found = [path for path in output_dir.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
+    found = [
+        path for path in output_dir.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()
+    ]
     return sorted(filter(Path.is_dir, found), key=step_of)
 
 
@@ -208,7 +210,9 @@ def record_files(folder: Path, rank: int) -> None:
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not path.name.startswith((METADATA_FILE, "rollouts_rank")):
-            files[path.relative_to(folder).as_posix()] = None if path.suffix in TEXTS else _fingerprint(path)
+            files[path.relative_to(folder).as_posix()] = (
+                None if path.suffix in TEXTS else _fingerprint(path)
+            )
     _replace_metadata(folder, rank, read_metadata(folder) | {"files": files})
 
 

@@ -28,10 +28,19 @@ from .checkpoint_files import (
     why_unusable,
     write_metadata,
 )
-from .rotation import by_age, delete, delete_files_of_other_launches, delete_leftovers, step_of, sync, sync_tree
+from .rotation import (
+    by_age,
+    delete,
+    delete_files_of_other_launches,
+    delete_leftovers,
+    step_of,
+    sync,
+    sync_tree,
+)
 
 NOTHING, ONLY_UNFINISHED = -1, -2  # what a rank sees in place of the step of a finished checkpoint
-ZERO_RANK = re.compile(r"zero_pp_rank_(\d+)_")  # part of DeepSpeed's file names, after "bf16_" or nothing
+# part of DeepSpeed's file names, after "bf16_" or nothing
+ZERO_RANK = re.compile(r"zero_pp_rank_(\d+)_")
 
 
 def fast_forward(sampler: Any, epochs: int) -> Any:
@@ -117,19 +126,25 @@ class CheckpointLog:
         if self._is_first_in(step):
             record_files(folder, self._accelerator.process_index)
         self._accelerator.wait_for_everyone()
-        for marker in self._markers.glob(f"{PREFIX}{step}.rank*"):  # also markers of an earlier run with more ranks
+        # also markers of an earlier run with more ranks
+        for marker in self._markers.glob(f"{PREFIX}{step}.rank*"):
             marker.unlink(missing_ok=True)
         sync(self._markers)
 
     def _is_first_in(self, step: int) -> bool:
         """Return whether this rank is the lowest whose marker is in this folder, which nodes may share or not."""
         markers = self._markers.glob(f"{PREFIX}{step}.rank*")
-        return min(int(path.suffix.removeprefix(".rank")) for path in markers) == self._accelerator.process_index
+        return (
+            min(int(path.suffix.removeprefix(".rank")) for path in markers)
+            == self._accelerator.process_index
+        )
 
     def _begin(self, folder: Path, in_flight: bool) -> None:
         """Remove what an earlier launch left in the folder, and write the metadata, the same on every node."""
         ranks = self._accelerator.num_processes
-        delete_files_of_other_launches(folder, ranks, self._accelerator.distributed_type == "DEEPSPEED")
+        delete_files_of_other_launches(
+            folder, ranks, self._accelerator.distributed_type == "DEEPSPEED"
+        )
         write_metadata(folder, self._accelerator.process_index, ranks, in_flight)
 
     def rotate(self, step: int, limit: int, best: str | None, deletes: bool) -> None:
@@ -163,7 +178,9 @@ class CheckpointLog:
     def keep_only(self, best: str) -> None:
         """Delete all checkpoints but the best one, as transformers does at the end with `save_total_limit=1`."""
         if Path(best).is_dir():
-            others = [folder for folder in checkpoints_in(self._output_dir) if not folder.samefile(best)]
+            others = [
+                folder for folder in checkpoints_in(self._output_dir) if not folder.samefile(best)
+            ]
             delete(others, self._own)
 
     def delete_leftovers(self) -> None:
@@ -196,7 +213,9 @@ class CheckpointLog:
                 if there are only unfinished and damaged ones.
         """
         folders = checkpoints_in(self._output_dir)
-        unusable = {folder: reason for folder in folders if (reason := why_unfinished(folder)) is not None}
+        unusable = {
+            folder: reason for folder in folders if (reason := why_unfinished(folder)) is not None
+        }
         while True:
             steps = [step_of(folder) for folder in folders if folder not in unusable]
             seen = self._seen_by_all(steps, bool(unusable))
@@ -212,7 +231,9 @@ class CheckpointLog:
                 return newest
             unusable[newest] = damage or "damaged on another node, or for another rank of this one"
 
-    def _check_without_common(self, steps: list[int], seen: list[int], unusable: dict[Path, str]) -> None:
+    def _check_without_common(
+        self, steps: list[int], seen: list[int], unusable: dict[Path, str]
+    ) -> None:
         """Raise `ConfigurationError` if any rank sees a checkpoint, although no usable one is common to all."""
         if max(seen) >= 0:
             self._warn_of(unusable)

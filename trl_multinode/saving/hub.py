@@ -45,7 +45,9 @@ class HubTrainer(Trainer):
     """
 
     host: NodeHost | None = None
-    _to_push: str | None = None  # inside `_pushing_afterwards`, the checkpoint to push, if there is one
+    _to_push: str | None = (
+        None  # inside `_pushing_afterwards`, the checkpoint to push, if there is one
+    )
     _pushing = False  # `True` inside `push_to_hub`, which saves the model before it raises
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
@@ -117,7 +119,8 @@ class HubTrainer(Trainer):
     def _save(self, *args: Any, **kwargs: Any) -> None:
         if self.host is None:
             return super()._save(*args, **kwargs)
-        with without_token(self.args):  # transformers pickles the arguments beside the model and pushes the file
+        # transformers pickles the arguments beside the model and pushes the file
+        with without_token(self.args):
             return super()._save(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -130,7 +133,8 @@ class HubTrainer(Trainer):
 
     @property
     def _must_succeed(self) -> bool:
-        return NodeSettings.of(self.args).hub_push_must_succeed  # read at every push, so a script can change it
+        # read at every push, so a script can change it
+        return NodeSettings.of(self.args).hub_push_must_succeed
 
     @contextmanager
     def _checked_hub(self) -> Iterator[None]:

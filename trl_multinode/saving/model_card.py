@@ -47,7 +47,9 @@ def run_section(topology: Topology, devices: EngineDevices, log_history: Sequenc
     for library, name in LIBRARIES.items():
         rows[name] = versions[library]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return f"## Machines and throughput\n\nTrained with trl_multinode on:\n\n| | |\n|---|---|\n{table}"
+    return (
+        f"## Machines and throughput\n\nTrained with trl_multinode on:\n\n| | |\n|---|---|\n{table}"
+    )
 
 
 def device_rows(topology: Topology, devices: EngineDevices) -> dict[str, str]:
@@ -55,7 +57,10 @@ def device_rows(topology: Topology, devices: EngineDevices) -> dict[str, str]:
     nodes, per_node = topology.num_nodes, len(devices.per_engine)
     engines = f"{nodes * per_node} ({per_node} per node)"
     if on_cpu(devices):
-        return {"Devices": "CPU only: no GPU trained, none was reserved", "vLLM engines": f"{engines}, on the CPU"}
+        return {
+            "Devices": "CPU only: no GPU trained, none was reserved",
+            "vLLM engines": f"{engines}, on the CPU",
+        }
     kind, reserved = torch.cuda.get_device_name(), reserved_per_node(devices)
     shared = "; engines use training GPUs" if devices.shared_with_training else ""
     return {

@@ -69,9 +69,15 @@ class OpenGroupsFile:
         args, dataset = self._trainer.args, self._trainer.train_dataset
         per_round = args.generation_batch_size // self._trainer.num_generations
         epoch, number = divmod(group.number, len(dataset) // per_round)
-        first = self._trainer.accelerator.process_index * per_round // self._trainer.accelerator.num_processes
+        first = (
+            self._trainer.accelerator.process_index
+            * per_round
+            // self._trainer.accelerator.num_processes
+        )
         if group.attempt:  # `dynamic_sampling` has drawn it
-            return drawn_index(args.seed, group.number, first + group.place, group.attempt, len(dataset))
+            return drawn_index(
+                args.seed, group.number, first + group.place, group.attempt, len(dataset)
+            )
         position = number * per_round + first + group.place
         shuffled = self._trainer.shuffle_dataset
         index = permutation(len(dataset), args.seed, epoch)[position] if shuffled else position
@@ -91,9 +97,13 @@ class OpenGroupsFile:
             return {}
         dataset = self._trainer.train_dataset
         row = dataset[index] if index < len(dataset) else {}
-        if not prompt and row:  # its rollout begins again, with whatever prompt its environment makes
+        # its rollout begins again, with whatever prompt its environment makes
+        if not prompt and row:
             return row
-        if not row or self._trainer._tokenize_prompts([copy.deepcopy(row["prompt"])])[0][0] != prompt:
+        if (
+            not row
+            or self._trainer._tokenize_prompts([copy.deepcopy(row["prompt"])])[0][0] != prompt
+        ):
             raise ConfigurationError(
                 f"{self._where}: row {index} of the training dataset has another prompt than when the "
                 "checkpoint was written, so its open groups cannot be trained.",

@@ -88,7 +88,9 @@ class CheckedHub:
         token = token or self._token
         push = {"repo_id": repo_id, "folder_path": self._output_dir, "ignore_patterns": NOT_PUSHED}
         try:
-            return self._try_often(lambda: self._api.create_repo(repo_id, token=token, **keywords), token)
+            return self._try_often(
+                lambda: self._api.create_repo(repo_id, token=token, **keywords), token
+            )
         except HubPushError as error:
             raise HubPushError(
                 f"{self._where}: the repository {repo_id} could not be created or found: {error} Nothing is "
@@ -104,11 +106,15 @@ class CheckedHub:
             return None  # the creation of the repository failed and was reported
         self._check(Path(push["folder_path"]))
         push["token"] = token or self._token
-        return self._api.run_as_future(self._push, push, True) if run_as_future else self._push(push)
+        return (
+            self._api.run_as_future(self._push, push, True) if run_as_future else self._push(push)
+        )
 
     def _push(self, push: dict[str, Any], in_background: bool = False) -> CommitInfo | None:
         try:  # a copy, because huggingface_hub appends its own patterns to the list at every try
-            return self._try_often(lambda: self._api.upload_folder(**copy.deepcopy(push)), push["token"])
+            return self._try_often(
+                lambda: self._api.upload_folder(**copy.deepcopy(push)), push["token"]
+            )
         except HubPushError as error:
             failure = HubPushError(
                 f"{self._where}: the push of {push['folder_path']} to {push['repo_id']} "
@@ -137,14 +143,24 @@ class CheckedHub:
                 if wait is None or seconds + wait > LIMIT_S:
                     advice = CURES.get(status_of(error) or 0, "")
                     counted = "1 try" if tries == 1 else f"{tries} tries"
-                    raise HubPushError(f"{reason} ({counted} in {seconds:.0f} s). {advice}".strip()) from None
-            report(f"{self._where}: a request to the Hub did not succeed: {reason}. Next try in {wait:g} s.")
+                    raise HubPushError(
+                        f"{reason} ({counted} in {seconds:.0f} s). {advice}".strip()
+                    ) from None
+            report(
+                f"{self._where}: a request to the Hub did not succeed: {reason}. Next try in {wait:g} s."
+            )
             time.sleep(wait)
 
 
 def command(push: dict[str, Any]) -> str:
     """Return the shell command that repeats a push, without the token."""
-    words = ["hf", "upload", push["repo_id"], str(push["folder_path"]), push.get("path_in_repo") or "."]
+    words = [
+        "hf",
+        "upload",
+        push["repo_id"],
+        str(push["folder_path"]),
+        push.get("path_in_repo") or ".",
+    ]
     for pattern in push.get("ignore_patterns") or ():
         words += ["--exclude", pattern]
     if push.get("revision"):
@@ -176,19 +192,26 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status of the Hub's answer that caused the error, if there is one."""
-    return next((one.response.status_code for one in causes(error) if isinstance(one, HfHubHTTPError)), None)
+    return next(
+        (one.response.status_code for one in causes(error) if isinstance(one, HfHubHTTPError)), None
+    )
 
 
 def is_passing(error: BaseException) -> bool:
     """Return whether another try may succeed: after a fault of the server, a conflict or a network failure, or if a
     folder disappeared. huggingface_hub also lists the checkpoints, one of which may be deleted at that moment."""
-    passing = any(isinstance(one, httpx.TransportError | FileNotFoundError) for one in causes(error))
+    passing = any(
+        isinstance(one, httpx.TransportError | FileNotFoundError) for one in causes(error)
+    )
     return passing or status_of(error) in WORTH_ANOTHER_TRY
 
 
 def describe(error: BaseException) -> str:
     """Return the root cause of a failed request as one short line."""
-    root = next((one for one in causes(error) if isinstance(one, HfHubHTTPError | httpx.TransportError)), error)
+    root = next(
+        (one for one in causes(error) if isinstance(one, HfHubHTTPError | httpx.TransportError)),
+        error,
+    )
     text = re.sub(r"For more information check: \S+", "", str(root))
     text = " ".join(text.split()).rstrip(".")
     text = text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + "..."

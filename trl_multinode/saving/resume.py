@@ -88,7 +88,9 @@ class Resume:
         check_format(folder)
         check_zero_ranks(folder, self._accelerator)
         if not has_optimizer(folder) and self._accelerator.is_main_process:
-            warn(f"{folder} has no optimizer state (save_only_model): optimizer and schedule begin anew.")
+            warn(
+                f"{folder} has no optimizer state (save_only_model): optimizer and schedule begin anew."
+            )
         if getattr(self._trainer.args, "sync_ref_model", False):
             warn(
                 "sync_ref_model: TRL saves no reference model, so the resumed run begins with the initial one, "
@@ -146,7 +148,8 @@ class Resume:
         )
         trainer._buffered_inputs = None
         if trainer.vllm_generation.rounds is not None:
-            with trainer.host.phases("generate"):  # it waits for completions of a run that ended early
+            # it waits for completions of a run that ended early
+            with trainer.host.phases("generate"):
                 trainer.vllm_generation.rounds.drop()
         if self._folder is not None:
             self._restore(self._folder)
@@ -200,7 +203,12 @@ class Resume:
             yield
         args, state = self._trainer.args, self._trainer.state
         if args.save_total_limit is not None and args.save_total_limit > 0:
-            self._log.rotate(state.global_step, args.save_total_limit, state.best_model_checkpoint, args.should_save)
+            self._log.rotate(
+                state.global_step,
+                args.save_total_limit,
+                state.best_model_checkpoint,
+                args.should_save,
+            )
 
     @contextmanager
     def rotating_at_end(self) -> Iterator[None]:
@@ -208,7 +216,11 @@ class Resume:
         with replaced(transformers_trainer, "sort_checkpoints", lambda **_: []):
             yield
         args, state = self._trainer.args, self._trainer.state
-        if args.should_save and args.save_total_limit == 1 and state.best_model_checkpoint is not None:
+        if (
+            args.should_save
+            and args.save_total_limit == 1
+            and state.best_model_checkpoint is not None
+        ):
             self._log.keep_only(state.best_model_checkpoint)
 
     def _collect(self) -> SavedRollouts:
@@ -219,7 +231,8 @@ class Resume:
             OpenGroupsFile(trainer, True).add_to(saved)
         elif self._keeps_a_round and not host.agreement.preemption.leaves:
             # completions may take longer than a pre-emption leaves; `resume` then makes others
-            with host.phases("generate"):  # which may take any time, unlike a checkpoint that writes nothing
+            # which may take any time, unlike a checkpoint that writes nothing
+            with host.phases("generate"):
                 trainer.vllm_generation.wait_for_open()
             OpenGroupsFile(trainer, False).add_to(saved)
         return saved
@@ -232,7 +245,10 @@ class Resume:
 
     @property
     def _in_flight(self) -> bool:
-        return self._trainer.vllm_generation.rounds is not None and self._trainer.host.settings.in_flight
+        return (
+            self._trainer.vllm_generation.rounds is not None
+            and self._trainer.host.settings.in_flight
+        )
 
     def _inside_block(self) -> bool:
         return self._trainer._step % self._trainer.steps_per_round != 0
@@ -240,11 +256,20 @@ class Resume:
     def _layout(self) -> list[int]:
         """Return the sizes that fix the rank and block position of a saved row; other sizes mean other rows."""
         args = self._trainer.args
-        slices = getattr(args, "steps_per_generation", args.gradient_accumulation_steps)  # absent in some configs
-        per_rank = [args.per_device_train_batch_size, slices, getattr(self._trainer, "num_iterations", 1)]
+        # absent in some configs
+        slices = getattr(args, "steps_per_generation", args.gradient_accumulation_steps)
+        per_rank = [
+            args.per_device_train_batch_size,
+            slices,
+            getattr(self._trainer, "num_iterations", 1),
+        ]
         sizes = [self._accelerator.num_processes, *per_rank, args.gradient_accumulation_steps]
         # open groups of whole rollouts have neither prompts nor rows that single completions could go on from
-        return [*sizes, 1] if self._in_flight and getattr(self._trainer, "_recorder", None) is not None else sizes
+        return (
+            [*sizes, 1]
+            if self._in_flight and getattr(self._trainer, "_recorder", None) is not None
+            else sizes
+        )
 
 
 def num_batches(loader: Any) -> int | None:

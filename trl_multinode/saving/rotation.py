@@ -15,8 +15,15 @@ from pathlib import Path
 from ..run.reporter import warn
 
 DELETING = "deleting-"
-OF_A_RANK = re.compile(r"(?:zero_pp_rank_|rollouts_rank|rng_state_)(\d+)")  # files that each rank writes for itself
-CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # of file systems that have no such call
+# files that each rank writes for itself
+OF_A_RANK = re.compile(r"(?:zero_pp_rank_|rollouts_rank|rng_state_)(\d+)")
+# of file systems that have no such call
+CANNOT_SYNC = (
+    errno.EINVAL,
+    errno.ENOTSUP,
+    errno.ENOSYS,
+    errno.EBADF,
+)
 
 
 # ---- sync to disk ---------------------------------------------------------------------------------------------------

@@ -38,8 +38,16 @@ def load_rollouts(folder: Path, rank: int, device: torch.device) -> SavedRollout
         # without `device`, because safetensors rejects "cpu:0"
         with safe_open(rollouts_file(folder, rank), framework="pt") as file:
             notes = json.loads((file.metadata() or {})["notes"])
-            return SavedRollouts({name: file.get_tensor(name).to(device) for name in file.keys()}, notes)
-    except (OSError, SafetensorError, KeyError, ValueError):  # missing, cut off, or written by something else
+            return SavedRollouts(
+                {name: file.get_tensor(name).to(device) for name in file.keys()}, notes
+            )
+    # missing, cut off, or written by something else
+    except (
+        OSError,
+        SafetensorError,
+        KeyError,
+        ValueError,
+    ):
         return None
 
 

@@ -19,7 +19,8 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAM
 from ..errors import SavedWeightsError
 from ..weights.names import is_zero3, shape_of, without_wrappers
 
-Weights = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> dtype as named by safetensors, full shape
+# name in the file -> dtype as named by safetensors, full shape
+Weights = dict[str, tuple[str, tuple[int, ...]]]
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -55,7 +56,9 @@ def check_saved(folder: Path, model: nn.Module) -> None:
     expected = expected_weights(model)
     problems = find_problems(read_folder(folder, is_adapter=has_adapter(model)), expected)
     if problems:
-        raise wrong(folder, "; ".join(problems.values()), "empty" if "empty" in problems else "other")
+        raise wrong(
+            folder, "; ".join(problems.values()), "empty" if "empty" in problems else "other"
+        )
 
 
 def wrong(folder: Path, what: str, cure: str) -> SavedWeightsError:
@@ -75,7 +78,9 @@ def expected_weights(model: nn.Module) -> Weights:
         from peft import get_peft_model_state_dict
 
         if any(map(is_zero3, model.parameters())):  # transformers then leaves out frozen parameters
-            frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+            frozen = {
+                name for name, parameter in model.named_parameters() if not parameter.requires_grad
+            }
             state = {name: tensor for name, tensor in state.items() if name not in frozen}
         state = get_peft_model_state_dict(model, state_dict=state)
     else:
@@ -127,11 +132,17 @@ def read_folder(folder: Path, is_adapter: bool = False) -> Weights:
             raise wrong(folder, f"there is no {single.name}", "empty")
         return read_file(single)
     if single.is_file():
-        raise wrong(folder, f"both {single.name} and {index.name} are there, and the first would be loaded", "other")
+        raise wrong(
+            folder,
+            f"both {single.name} and {index.name} are there, and the first would be loaded",
+            "other",
+        )
     try:
         weight_map = dict(json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise wrong(folder, f"{index.name} cannot be read ({type(error).__name__}: {error})", "unreadable") from error
+        raise wrong(
+            folder, f"{index.name} cannot be read ({type(error).__name__}: {error})", "unreadable"
+        ) from error
     return read_shards(folder, weight_map)
 
 
@@ -154,10 +165,15 @@ def read_file(path: Path) -> Weights:
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
-            return {name: (piece.get_dtype(), tuple(piece.get_shape())) for name, piece in slices.items()}
+            return {
+                name: (piece.get_dtype(), tuple(piece.get_shape()))
+                for name, piece in slices.items()
+            }
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size
-        raise wrong(path.parent, f"{path.name} ({size} bytes) cannot be read ({error})", "unreadable") from error
+        raise wrong(
+            path.parent, f"{path.name} ({size} bytes) cannot be read ({error})", "unreadable"
+        ) from error
 
 
 def find_problems(found: Weights, expected: Weights) -> dict[str, str]:

@@ -20,23 +20,43 @@ def parse(argv: list[str]) -> tuple[Layout, argparse.Namespace]:
         `SystemExit`: with status 2, for a layout that cannot run.
     """
     parser = argparse.ArgumentParser(PROG, allow_abbrev=False)
-    parser.description = "Write a config file of `accelerate launch`, and print the line that starts a node."
-    parser.add_argument("layout", help="nodes x GPUs of a node, as in 4x8; with --cpu nodes x training ranks")
-    parser.add_argument(
-        "--engine_gpus", "--engine-gpus", type=int, choices=(1, 2, 4), help="GPUs of a node for vLLM (default: 1)"
+    parser.description = (
+        "Write a config file of `accelerate launch`, and print the line that starts a node."
     )
-    parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=3, help="stage of ZeRO (default: 3)")
-    parser.add_argument("--cpu", action="store_true", help="nodes without GPUs, all of them on this machine")
-    parser.add_argument("--out", metavar="FILE", help="file to write (default: named as in accelerate_configs/)")
+    parser.add_argument(
+        "layout", help="nodes x GPUs of a node, as in 4x8; with --cpu nodes x training ranks"
+    )
+    parser.add_argument(
+        "--engine_gpus",
+        "--engine-gpus",
+        type=int,
+        choices=(1, 2, 4),
+        help="GPUs of a node for vLLM (default: 1)",
+    )
+    parser.add_argument(
+        "--zero", type=int, choices=(1, 2, 3), default=3, help="stage of ZeRO (default: 3)"
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="nodes without GPUs, all of them on this machine"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="file to write (default: named as in accelerate_configs/)"
+    )
     options = parser.parse_args(argv)
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", options.layout)
     if match is None:
-        parser.error(f"a layout is nodes x GPUs of a node (got {options.layout!r}, expected for example 4x8)")
+        parser.error(
+            f"a layout is nodes x GPUs of a node (got {options.layout!r}, expected for example 4x8)"
+        )
     nodes, devices = map(int, match.groups())
     engine_gpus = options.engine_gpus or 1
     if options.cpu or devices == 1:
         if options.engine_gpus:
-            why = "the engine of a CPU node has no device" if options.cpu else "the only GPU trains and generates"
+            why = (
+                "the engine of a CPU node has no device"
+                if options.cpu
+                else "the only GPU trains and generates"
+            )
             parser.error(f"{why} (got --engine_gpus {engine_gpus}, expected none): leave it out")
         engine_gpus = 0
     if engine_gpus >= devices:
@@ -64,5 +84,7 @@ def main(argv: list[str]) -> int:
     print(f"Check it first; this starts nothing:\n  {filled.check}")
     if layout.nodes > 1 and layout.gpus:
         script = f'--script "train.py{filled.script_flags}"'
-        print(f"A job file: trl-multinode render slurm|k8s|ssh|skypilot {path}{layout.gpus_flag} {script}")
+        print(
+            f"A job file: trl-multinode render slurm|k8s|ssh|skypilot {path}{layout.gpus_flag} {script}"
+        )
     return 0

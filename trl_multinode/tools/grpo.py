@@ -53,16 +53,25 @@ def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], 
     from ..examples.grpo import make_parser
 
     parser = make_parser(PROG)
-    parser.others = {"--accelerate_config", "-q", *(f"--{name}" for name in vars(launcher.parse_args(["script"])))}
+    parser.others = {
+        "--accelerate_config",
+        "-q",
+        *(f"--{name}" for name in vars(launcher.parse_args(["script"]))),
+    }
     path, arguments = _taken(argv, "--config")
     config = {} if path is None else _read_config(path, parser)
-    in_config = parser.set_defaults_with_config(**{key: value for key, value in config.items() if key != "env"})
+    in_config = parser.set_defaults_with_config(
+        **{key: value for key, value in config.items() if key != "env"}
+    )
     namespace, in_arguments = parser.parse_known_args(arguments)
     check_script_arguments(parser, namespace)
     script = without(arguments, in_arguments)
     if config:
         theirs = {flag.removeprefix("--") for flag in in_config[::2]}
-        script += ["--config", _write({key: value for key, value in config.items() if key not in theirs}, stack)]
+        script += [
+            "--config",
+            _write({key: value for key, value in config.items() if key not in theirs}, stack),
+        ]
     return script, resolved([*in_config, *in_arguments], parser)
 
 

@@ -32,6 +32,7 @@ class Layout:
             return f"{nodes} of 1 GPU, which trains and generates"
         trains = f"{self.ranks} {'trains' if self.ranks == 1 else 'train'}"
         left = {0: "none is", 1: f"cuda:{self.ranks} is"}.get(
-            self.spare, f"cuda:{self.ranks} {'and' if self.spare == 2 else 'to'} cuda:{self.gpus - 1} are"
+            self.spare,
+            f"cuda:{self.ranks} {'and' if self.spare == 2 else 'to'} cuda:{self.gpus - 1} are",
         )
         return f"{nodes} of {self.gpus} GPUs. {'On each ' * (self.nodes > 1)}{trains}, {left} left over for vLLM"

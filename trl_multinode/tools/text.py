@@ -25,7 +25,9 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def rich_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], justify: Any = "left") -> "Table":
+def rich_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], justify: Any = "left"
+) -> "Table":
     """Return a table of rich; it has a head if a column has a name."""
     from rich.table import Table
 
@@ -77,6 +79,9 @@ def write_new(path: str, text: str, prog: str) -> bool:
             file.write(text)
     except OSError as error:
         reason = "it exists" if isinstance(error, FileExistsError) else error.strerror
-        print(f"{prog}: {path} is not written ({reason}): name another file with --out", file=sys.stderr)
+        print(
+            f"{prog}: {path} is not written ({reason}): name another file with --out",
+            file=sys.stderr,
+        )
         return False
     return True

@@ -31,7 +31,9 @@ class Machine:
 
     gpu: str | None  # "NVIDIA" or "AMD"; `None`: the engines run on the CPU
     shared: bool = False  # an engine uses the local main process's GPU too
-    peer_access: bool = False  # every other GPU of the engines can read the memory of the local main process's GPU
+    peer_access: bool = (
+        False  # every other GPU of the engines can read the memory of the local main process's GPU
+    )
 
 
 @dataclass
@@ -122,9 +124,14 @@ class OpenedSlots:
         found = []
         for spec in specs:
             part = view_of(bucket, spec)
-            whole = part.view(spec.shape) if spec.range is None else self._growing.add(spec, spec.range, part)
+            whole = (
+                part.view(spec.shape)
+                if spec.range is None
+                else self._growing.add(spec, spec.range, part)
+            )
             found += [(spec.name, whole)] if whole is not None else []
-        if self._device.type == "cuda":  # the sender may write the slot again as soon as this returns
+        # the sender may write the slot again as soon as this returns
+        if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return found
 
@@ -154,8 +161,12 @@ class Slots(ABC):
     memory: list[torch.Tensor]  # of each slot, uint8 `(num_bytes,)`
     kind: ClassVar[str]  # name in `weight_transport`
     opened_as: ClassVar[type[OpenedSlots]]  # the workers' end
-    needs_all_engines: ClassVar[bool] = False  # whether it cannot send while an engine of the node is lost
-    engines_see_sender: ClassVar[bool] = False  # whether an engine's visible GPUs include the local main process's
+    needs_all_engines: ClassVar[bool] = (
+        False  # whether it cannot send while an engine of the node is lost
+    )
+    engines_see_sender: ClassVar[bool] = (
+        False  # whether an engine's visible GPUs include the local main process's
+    )
     warning: str | None = None  # reason why the slots are slower than they could be, with the cure
 
     @abstractmethod

@@ -22,7 +22,9 @@ class Broadcast(msgspec.Struct, frozen=True):
     """Slots on each worker's own device; a bucket arrives as a broadcast from rank 0 of a process group."""
 
     backend: str  # "nccl" or "gloo"
-    store: str  # file through which the group's processes find each other, in the run's private folder
+    store: (
+        str  # file through which the group's processes find each other, in the run's private folder
+    )
     size: int  # number of processes: the sender and all workers of the node's engines
     first_rank: int  # lowest rank among this engine's workers
     timeout_s: float  # limit for every broadcast
@@ -33,7 +35,9 @@ class OpenedBroadcastSlots(OpenedSlots):
 
     memory_type = Broadcast
 
-    def __init__(self, slots: list[torch.Tensor], device: torch.device, memory: Broadcast, worker: int):
+    def __init__(
+        self, slots: list[torch.Tensor], device: torch.device, memory: Broadcast, worker: int
+    ):
         super().__init__(slots, device)
         self._memory = memory
         self._rank = memory.first_rank + worker
@@ -44,9 +48,12 @@ class OpenedBroadcastSlots(OpenedSlots):
         return cls(new_slots(slot_bytes, device), device, memory, worker)
 
     def arrive(self, data: torch.Tensor) -> None:
-        if self._group is None:  # join at the first bucket: opening the slots must not wait for the sender
+        # join at the first bucket: opening the slots must not wait for the sender
+        if self._group is None:
             memory = self._memory
-            self._group = pair_group(memory.backend, memory.store, self._rank, memory.size, memory.timeout_s)
+            self._group = pair_group(
+                memory.backend, memory.store, self._rank, memory.size, memory.timeout_s
+            )
         self._group.broadcast(data, 0).wait()
 
     def close(self) -> None:
@@ -88,7 +95,9 @@ class BroadcastSlots(Slots):
 
     def open_for(self, engine: int) -> Broadcast:
         first = 1 + sum(self._workers[:engine])
-        return Broadcast(self._backend, str(self._store), 1 + sum(self._workers), first, self._timeout_s)
+        return Broadcast(
+            self._backend, str(self._store), 1 + sum(self._workers), first, self._timeout_s
+        )
 
     def transmit(self, slot: int, num_bytes: int) -> None:
         try:
@@ -145,6 +154,7 @@ def pair_group(backend: str, store: str, rank: int, size: int, timeout_s: float)
         options._timeout = timeout
         return dist.ProcessGroupNCCL(file_store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]  # no port is open beyond the node
+    # no port is open beyond the node
+    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
     options._timeout = timeout
     return dist.ProcessGroupGloo(file_store, rank, size, options)

@@ -14,7 +14,8 @@ from .base import Machine, OpenedSlots, Slots, SlotSettings, new_slots
 class DeviceMemory(msgspec.Struct, frozen=True):
     """Slots in the memory of the sender's GPU, which the workers open through CUDA IPC."""
 
-    handles: tuple[tuple, ...]  # per slot: arguments of `torch.UntypedStorage._new_shared_cuda` after the device
+    # per slot: arguments of `torch.UntypedStorage._new_shared_cuda` after the device
+    handles: tuple[tuple, ...]
     device: int  # index of the sender's GPU among those that the engine sees
 
 
@@ -25,9 +26,13 @@ class OpenedDeviceSlots(OpenedSlots):
 
     @classmethod
     def open(cls, memory: DeviceMemory, slot_bytes: int, device: torch.device, worker: int) -> Self:
-        storages = [torch.UntypedStorage._new_shared_cuda(memory.device, *handle) for handle in memory.handles]
+        storages = [
+            torch.UntypedStorage._new_shared_cuda(memory.device, *handle)
+            for handle in memory.handles
+        ]
         slots = [
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:slot_bytes] for storage in storages
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:slot_bytes]
+            for storage in storages
         ]
         return cls(slots, device)
 
@@ -51,7 +56,9 @@ class DeviceSlots(Slots):
     @staticmethod
     def refusal(machine: Machine) -> str | None:
         if machine.gpu is None:
-            return "`weight_transport='ipc'` needs GPUs, and the engines run on the CPU. Use 'host'."
+            return (
+                "`weight_transport='ipc'` needs GPUs, and the engines run on the CPU. Use 'host'."
+            )
         if not machine.peer_access:
             return (
                 "`weight_transport='ipc'` needs the engines on the local main process's GPU, or GPUs with peer access "
@@ -60,7 +67,9 @@ class DeviceSlots(Slots):
         return None
 
     def open_for(self, engine: int) -> DeviceMemory:
-        handles = tuple(tuple(memory.untyped_storage()._share_cuda_()[1:]) for memory in self.memory)
+        handles = tuple(
+            tuple(memory.untyped_storage()._share_cuda_()[1:]) for memory in self.memory
+        )
         return DeviceMemory(handles, self._seen_as[engine])
 
 

@@ -73,11 +73,17 @@ class OpenedHostSlots(OpenedSlots):
         super().__init__(slots, device)
         self._page_lock = PageLock(slots) if device.type == "cuda" else None
         if self._page_lock is not None and self._page_lock.failure:
-            logger.warning("The weight slots are not page-locked, so loads are slower: %s.", self._page_lock.failure)
+            logger.warning(
+                "The weight slots are not page-locked, so loads are slower: %s.",
+                self._page_lock.failure,
+            )
 
     @classmethod
     def open(cls, memory: HostMemory, slot_bytes: int, device: torch.device, worker: int) -> Self:
-        slots = [torch.from_file(path, shared=True, size=slot_bytes, dtype=torch.uint8) for path in memory.paths]
+        slots = [
+            torch.from_file(path, shared=True, size=slot_bytes, dtype=torch.uint8)
+            for path in memory.paths
+        ]
         return cls(slots, device)
 
     def close(self) -> None:
@@ -109,7 +115,8 @@ class HostSlots(Slots):
                 for _ in range(NUM_SLOTS):
                     self._create(num_bytes)
             self.memory = [
-                torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8) for path in self.paths
+                torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+                for path in self.paths
             ]
             if settings.pin:
                 self._lock_pages()
@@ -143,7 +150,8 @@ class HostSlots(Slots):
         if self._folder != Path():
             (self._folder / "slots.shm").write_text("\n".join(self.paths))
         try:
-            os.posix_fallocate(handle, 0, num_bytes)  # after `ftruncate`, a write to a full memory would be a SIGBUS
+            # after `ftruncate`, a write to a full memory would be a SIGBUS
+            os.posix_fallocate(handle, 0, num_bytes)
         finally:
             os.close(handle)
 

@@ -9,7 +9,9 @@ from .broadcast import BroadcastSlots
 from .cuda_ipc import DeviceSlots
 from .host_memory import HostSlots
 
-TRANSPORTS: dict[str, type[Slots]] = {slots.kind: slots for slots in (HostSlots, DeviceSlots, BroadcastSlots)}
+TRANSPORTS: dict[str, type[Slots]] = {
+    slots.kind: slots for slots in (HostSlots, DeviceSlots, BroadcastSlots)
+}
 
 
 def open_slots(request: OpenSlots, device: torch.device, worker: int = 0) -> OpenedSlots:

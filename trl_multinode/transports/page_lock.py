@@ -43,7 +43,9 @@ class PageLock:
             code = _register(tensor)
             if code != 0:
                 self.release()
-                self.failure = f"CUDA error {code} for {tensor.nbytes / 2**20:.0f} MiB of host memory"
+                self.failure = (
+                    f"CUDA error {code} for {tensor.nbytes / 2**20:.0f} MiB of host memory"
+                )
                 if code == ALREADY_REGISTERED:
                     raise WeightSyncError(
                         f"{self.failure}: other code of this process unmapped memory here that is still registered, "

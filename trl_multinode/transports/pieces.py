@@ -18,7 +18,8 @@ def view_of(slot: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 class Pieces:
     """A gathered tensor, or a range of one, as the pieces of its ranks, or as one piece if it was not sharded."""
 
-    data: torch.Tensor  # (nodes, ranks of a node, elements); empty on ranks that are not local main processes
+    # (nodes, ranks of a node, elements); empty on ranks that are not local main processes
+    data: torch.Tensor
     shape: tuple[int, ...]  # shape of the full tensor, or the length of a range
 
     @classmethod
@@ -94,7 +95,9 @@ class GrowingTensor:
         """
         if part.is_first:
             self.drop()
-            self._padded = torch.empty(part.pieces, part.elements, dtype=data.dtype, device=self._device)
+            self._padded = torch.empty(
+                part.pieces, part.elements, dtype=data.dtype, device=self._device
+            )
             self._name = spec.name
             self._next = 0
         if self._padded is None or (self._name, self._next) != (spec.name, part.first):

@@ -27,7 +27,9 @@ def extend_core() -> None:
 
     def schedule_and_note(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = schedule(self, *args, **kwargs)
-        self.greatest_kv_use = max(getattr(self, "greatest_kv_use", 0.0), self.kv_cache_manager.usage)
+        self.greatest_kv_use = max(
+            getattr(self, "greatest_kv_use", 0.0), self.kv_cache_manager.usage
+        )
         return output
 
     def take_kv_use(self: Any) -> float:
@@ -39,7 +41,8 @@ def extend_core() -> None:
     Scheduler.schedule = schedule_and_note
     setattr(EngineCore, TAKE_KV_USE, take_kv_use)
     setattr(EngineCore, QUIET, lambda self: quiet())
-    setattr(EngineCore, IGNORE_STOPS, lambda self: ignore_stop_signals())  # the core installs handlers late
+    # the core installs handlers late
+    setattr(EngineCore, IGNORE_STOPS, lambda self: ignore_stop_signals())
     setattr(EngineCore, OBEY_STOPS, lambda self: obey_stop_signals())
 
 

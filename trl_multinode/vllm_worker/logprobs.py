@@ -93,7 +93,9 @@ class WholeVocabularyV1:
         sampler.apply_penalties = self.penalize
         sampler.sample = self.sample
 
-    def mask_grammar(self, scheduler_output: Any, grammar_output: Any, batch: Any, logits: torch.Tensor) -> None:
+    def mask_grammar(
+        self, scheduler_output: Any, grammar_output: Any, batch: Any, logits: torch.Tensor
+    ) -> None:
         """Apply the bit masks of structured outputs."""
         self._before_grammar = logits.clone()
         self._mask_grammar(scheduler_output, grammar_output, batch, logits)
@@ -102,15 +104,21 @@ class WholeVocabularyV1:
         """Sample a token of every request."""
         raw = self._before_grammar
         self._before_grammar = None
-        params = (self._runner.requests[request].sampling_params for request in self._runner.input_batch.req_ids)
+        params = (
+            self._runner.requests[request].sampling_params
+            for request in self._runner.input_batch.req_ids
+        )
         if self._always or any(truncating(partial(getattr, each)) for each in params):
-            self._raw = (logits if raw is None else raw).to(torch.float32, copy=True)  # vLLM changes them in place
+            # vLLM changes them in place
+            self._raw = (logits if raw is None else raw).to(torch.float32, copy=True)
         try:
             return self._forward(logits, *args, **kwargs)
         finally:
             self._raw = self._whole = None
 
-    def penalize(self, logits: torch.Tensor, metadata: Any, output_token_ids: list[list[int]]) -> torch.Tensor:
+    def penalize(
+        self, logits: torch.Tensor, metadata: Any, output_token_ids: list[list[int]]
+    ) -> torch.Tensor:
         """Apply the penalties, the last change of logits before the temperature."""
         logits = self._penalize(logits, metadata, output_token_ids)
         if (raw := self._raw) is not None:
@@ -127,14 +135,18 @@ class WholeVocabularyV1:
         if self._whole is None or logprobs is None:
             return sampled, logprobs
         greedy = metadata.temperature is None
-        return sampled, (self._whole if greedy else divided(self._whole, metadata.temperature)).log_softmax(-1)
+        return sampled, (
+            self._whole if greedy else divided(self._whole, metadata.temperature)
+        ).log_softmax(-1)
 
 
 def score_at_temperature_v1(runner: Any) -> None:
     """Divide the logits of scored prompts by their request's temperature. vLLM scores one request after the other."""
     score = runner._get_prompt_logprobs_dict
 
-    def score_each(hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+    def score_each(
+        hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {}
         waiting = runner.num_prompt_logprobs
         for request in list(waiting):
@@ -177,7 +189,9 @@ class WholeVocabularyV2:
     def __init__(self, runner: Any):
         sampler = runner.sampler
         grammar = runner.structured_outputs_worker
-        (self._bias,) = (each for each in sampler.logits_processors if hasattr(each, "num_logit_bias"))
+        (self._bias,) = (
+            each for each in sampler.logits_processors if hasattr(each, "num_logit_bias")
+        )
         self._penalties = sampler.penalties_state
         self._temperature = sampler.sampling_states.temperature
         self._always = any_custom(sampler.logits_processors)
@@ -197,7 +211,13 @@ class WholeVocabularyV2:
         self._mask_grammar(logits, *args)
 
     def sample(
-        self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, slots_np: Any, *args: Any, **kwargs: Any
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        slots_np: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample tokens; return them and the logits of their log-probs. `rows` has the slot of each row's request."""
         raw = self._before_grammar
@@ -234,8 +254,12 @@ class WholeVocabularyV2:
             return logits.clone()
         ids = bias.logit_bias_token_ids.gpu[rows]
         values = bias.logit_bias.gpu[rows]
-        unused = torch.arange(ids.shape[1], device=ids.device) >= bias.num_logit_bias.gpu[rows][:, None]
-        return logits.scatter_add(1, ids.masked_fill(unused, 0).long(), values.masked_fill(unused, 0.0))
+        unused = (
+            torch.arange(ids.shape[1], device=ids.device) >= bias.num_logit_bias.gpu[rows][:, None]
+        )
+        return logits.scatter_add(
+            1, ids.masked_fill(unused, 0).long(), values.masked_fill(unused, 0.0)
+        )
 
 
 def score_at_temperature_v2(runner: Any) -> None:
@@ -244,14 +268,20 @@ def score_at_temperature_v2(runner: Any) -> None:
     states = runner.sampler.sampling_states
     score = worker.compute_prompt_logprobs
 
-    def score_scaled(logits_fn: Callable, hidden_states: torch.Tensor, batch: Any, *others: Any) -> dict[str, Any]:
+    def score_scaled(
+        logits_fn: Callable, hidden_states: torch.Tensor, batch: Any, *others: Any
+    ) -> dict[str, Any]:
         done = 0
 
         def scaled(chunk: torch.Tensor) -> torch.Tensor:  # vLLM calls it for consecutive chunks
             nonlocal done
             temperature = states.temperature.np[batch.idx_mapping_np]
-            of_tokens = np.repeat(np.where(temperature == 0.0, 1.0, temperature), batch.num_scheduled_tokens)
-            divisor = torch.from_numpy(of_tokens[done : done + len(chunk)]).to(chunk.device, torch.float32)
+            of_tokens = np.repeat(
+                np.where(temperature == 0.0, 1.0, temperature), batch.num_scheduled_tokens
+            )
+            divisor = torch.from_numpy(of_tokens[done : done + len(chunk)]).to(
+                chunk.device, torch.float32
+            )
             done += len(chunk)
             return logits_fn(chunk).float() / divisor[:, None]
 

@@ -28,7 +28,8 @@ def register() -> None:
         return
     engine_pid, folder = marker.split(":", 1)
     if os.getpid() != int(engine_pid):
-        end_with_parent(os.getppid(), signal.SIGKILL)  # the thread that forked it is a main thread in vLLM
+        # the thread that forked it is a main thread in vLLM
+        end_with_parent(os.getppid(), signal.SIGKILL)
         ignore_stop_signals()
         tolerate_full_disk()
         (Path(folder) / str(os.getpid())).touch()
@@ -40,4 +41,6 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "trl_multinode.vllm_worker.worker", "BucketReceiver")
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "trl_multinode.vllm_worker.worker", "BucketReceiver"
+        )

@@ -9,14 +9,19 @@ from weakref import WeakKeyDictionary
 import torch
 from vllm.config import ModelConfig
 from vllm.lora.layers.base import BaseLayerWithLoRA
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
@@ -33,7 +38,8 @@ def begin_reload(model: torch.nn.Module, device: torch.device) -> None:
     if device.type == "cpu":
         forget_packed_experts(model)
     renew_derived(model)
-    if not hasattr(BaseLayerWithLoRA, "load_weights"):  # vLLM 0.26 cannot load the base layer of one with LoRA
+    # vLLM 0.26 cannot load the base layer of one with LoRA
+    if not hasattr(BaseLayerWithLoRA, "load_weights"):
         BaseLayerWithLoRA.load_weights = load_base_layer
     initialize_layerwise_reload(model)
 
@@ -46,9 +52,13 @@ def end_reload(model: torch.nn.Module, model_config: ModelConfig) -> str | None:
         `str`, *optional*: an error message if layers did not get all their weights. This function does not raise it,
         because vLLM accepts no further update after one whose end failed.
     """
-    lacking = [f"{name} ({reason})" for name, reason in incomplete_layers(model, is_tied(model_config))]
+    lacking = [
+        f"{name} ({reason})" for name, reason in incomplete_layers(model, is_tied(model_config))
+    ]
     finalize_layerwise_reload(model, model_config)
-    lacking += [f"{name} (derived from a weight, and not derived again)" for name in stale_derived(model)]
+    lacking += [
+        f"{name} (derived from a weight, and not derived again)" for name in stale_derived(model)
+    ]
     repack_vocabulary_layers(model)
     if not lacking:
         return None
@@ -91,13 +101,16 @@ def derived_buffers(model: torch.nn.Module) -> list[Derived]:
             continue
         storages = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
         for name in sorted(names):
-            sources = parameters_like(buffers[name], layer)  # none: a buffer of another kind, which vLLM added later
+            # none: a buffer of another kind, which vLLM added later
+            sources = parameters_like(buffers[name], layer)
             if sources and buffers[name].untyped_storage().data_ptr() not in storages:
                 found.append(Derived(f"{path}.{name}".lstrip("."), buffers[name], sources))
     return found
 
 
-def parameters_like(buffer: torch.Tensor, layer: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
+def parameters_like(
+    buffer: torch.Tensor, layer: torch.nn.Module
+) -> list[tuple[torch.nn.Module, str]]:
     """Return the parameters below `layer` that had as many elements as a buffer, and its dtype, before any packing."""
     return [
         (child, name)
@@ -146,10 +159,17 @@ def stale_derived(model: torch.nn.Module) -> list[str]:
 # ---- layers without weights -----------------------------------------------------------------------------------------
 
 
-def load_base_layer(layer: BaseLayerWithLoRA, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+def load_base_layer(
+    layer: BaseLayerWithLoRA, weights: Iterable[tuple[str, torch.Tensor]]
+) -> set[str]:
     """Load checkpoint weights into the layer that `layer` adds an adapter to, as later versions of vLLM do."""
-    own = getattr(layer.base_layer, "load_weights", None)  # fused layers separate query, key and value themselves
-    return own(weights) if own is not None else AutoWeightsLoader(layer.base_layer).load_weights(weights)
+    # fused layers separate query, key and value themselves
+    own = getattr(layer.base_layer, "load_weights", None)
+    return (
+        own(weights)
+        if own is not None
+        else AutoWeightsLoader(layer.base_layer).load_weights(weights)
+    )
 
 
 def is_tied(model_config: ModelConfig) -> bool:
@@ -184,12 +204,18 @@ def has_no_padding(layer: torch.nn.Module) -> bool:
 
     Linear layers have no padding, and vLLM 0.31 records how many elements of padded experts are not padding.
     """
-    return isinstance(layer, LinearBase) or any(hasattr(p, LOADABLE) for p in layer.parameters(recurse=False))
+    return isinstance(layer, LinearBase) or any(
+        hasattr(p, LOADABLE) for p in layer.parameters(recurse=False)
+    )
 
 
 def num_elements(layer: torch.nn.Module) -> int:
     """Return the number of elements that a checkpoint has for the layer's own parameters."""
-    own = [parameter for name, parameter in layer.named_parameters(recurse=False) if name not in SKIP_LOAD_TENSORS]
+    own = [
+        parameter
+        for name, parameter in layer.named_parameters(recurse=False)
+        if name not in SKIP_LOAD_TENSORS
+    ]
     return sum(getattr(parameter, LOADABLE, parameter.numel()) for parameter in own)
 
 
@@ -218,5 +244,7 @@ def repack_vocabulary_layers(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if isinstance(module, VocabParallelEmbedding) and isinstance(method, UnquantizedEmbeddingMethod):
+        if isinstance(module, VocabParallelEmbedding) and isinstance(
+            method, UnquantizedEmbeddingMethod
+        ):
             method.process_weights_after_loading(module)

@@ -12,7 +12,8 @@ def keep_seeds(runner: Any) -> None:
     generator's offset back, which only CUDA's generators have: on a CPU this ended the engine. It happened with a
     seeded prompt that did not fit into one step, and with frozen requests whose cache is computed again.
     """
-    batch = getattr(runner, "input_batch", None)  # V2 computes a token's randomness from seed and position
+    # V2 computes a token's randomness from seed and position
+    batch = getattr(runner, "input_batch", None)
     if runner.device.type == "cpu" and batch is not None:
         batch.generators = RewindingGenerators(batch.generators)
 
@@ -35,7 +36,9 @@ class RewindingGenerators(dict):
         return default if generator is None else Rewind(generator, self._before.get(id(generator)))
 
     def __setitem__(self, row: int, generator: Any) -> None:
-        super().__setitem__(row, generator.generator if isinstance(generator, Rewind) else generator)
+        super().__setitem__(
+            row, generator.generator if isinstance(generator, Rewind) else generator
+        )
 
 
 class Rewind:

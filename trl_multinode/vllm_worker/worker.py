@@ -97,7 +97,8 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
                 for a bucket beside the engine.
         """
         try:
-            with set_current_vllm_config(self.vllm_config):  # vLLM 0.26 does not set it; later versions do
+            # vLLM 0.26 does not set it; later versions do
+            with set_current_vllm_config(self.vllm_config):
                 self._receive(update_info)
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
@@ -114,20 +115,28 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
             if self._reloads:
                 self._begin_reload()
         if update_info.bucket != self._next_bucket:
-            raise RuntimeError(f"Weight bucket {update_info.bucket} came, bucket {self._next_bucket} was due.")
+            raise RuntimeError(
+                f"Weight bucket {update_info.bucket} came, bucket {self._next_bucket} was due."
+            )
         self._next_bucket += 1
         assert self.slots is not None
         self._load(self.slots.take(update_info.slot, self._buckets[update_info.bucket]))
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         # Adapters wait in host memory, because vLLM copies the active one into its own buffers
-        self._adapter |= {name: tensor.cpu() for name, tensor in tensors if name.endswith(ADAPTER_TENSORS)}
-        if weights := [(name, tensor) for name, tensor in tensors if not name.endswith(ADAPTER_TENSORS)]:
+        self._adapter |= {
+            name: tensor.cpu() for name, tensor in tensors if name.endswith(ADAPTER_TENSORS)
+        }
+        if weights := [
+            (name, tensor) for name, tensor in tensors if not name.endswith(ADAPTER_TENSORS)
+        ]:
             self.model.load_weights(weights)
 
     def finish_weight_update(self) -> None:
         if self._next_bucket != len(self._buckets):
-            raise RuntimeError(f"Only {self._next_bucket or 0} of {len(self._buckets)} weight buckets came.")
+            raise RuntimeError(
+                f"Only {self._next_bucket or 0} of {len(self._buckets)} weight buckets came."
+            )
         if self._reloads:
             self._end_reload()
 
@@ -171,7 +180,11 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         new, because vLLM merges q, k, v and similar entries in them; the tensors stay unchanged.
         """
         manager = self.model.lora_manager
-        rank = max(tensor.shape[0] for name, tensor in self._adapter.items() if name.endswith(ADAPTER_TENSORS[0]))
+        rank = max(
+            tensor.shape[0]
+            for name, tensor in self._adapter.items()
+            if name.endswith(ADAPTER_TENSORS[0])
+        )
         adapter = LoRAModel.from_lora_tensors(
             ADAPTER,
             dict(self._adapter),
@@ -183,7 +196,9 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         manager.remove_all_adapters()
         manager.add_adapter(adapter)
         if unknown := sorted(set(adapter.loras) - set(manager.modules)):
-            raise RuntimeError(f"vLLM has no LoRA for {unknown[0]} in this model: use `lora_sync='merged'`.")
+            raise RuntimeError(
+                f"vLLM has no LoRA for {unknown[0]} in this model: use `lora_sync='merged'`."
+            )
         manager.activate_adapter(ADAPTER)
 
 
@@ -195,7 +210,11 @@ def rename_mapper(model: torch.nn.Module) -> Any:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return None
-    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
+    return (
+        mapper.get_rename_mapper()
+        if hasattr(mapper, "get_rename_mapper")
+        else mapper.get_unstacked_mapper()
+    )
 
 
 class WorkerExtension:

@@ -18,9 +18,12 @@ class WeightMeta:
     """Metadata of one tensor to send, or of a range of it, available without a collective."""
 
     name: str  # name in the checkpoint
-    dtype: torch.dtype  # dtype in the slot: the engine's for floating-point parameters, otherwise the tensor's own
+    # dtype in the slot: the engine's for floating-point parameters, otherwise the tensor's own
+    dtype: torch.dtype
     shape: tuple[int, ...]  # full shape, unsharded
-    frozen: bool = False  # constant during the run: sent by the first update, and after `send_everything`
+    frozen: bool = (
+        False  # constant during the run: sent by the first update, and after `send_everything`
+    )
     divisible: bool = False  # whether its source can gather it in ranges
     range: TensorRange | None = None  # `None`: the whole tensor
 
@@ -58,7 +61,9 @@ def plan_buckets(metadata: Sequence[WeightMeta], limit_bytes: int, world: int = 
             Number of training ranks, which all contribute to each range of a sharded tensor.
     """
     buckets: list[list[WeightMeta]] = [[]]
-    for (frozen, _), group in groupby(metadata, key=lambda meta: (meta.frozen, layer_key(meta.name))):
+    for (frozen, _), group in groupby(
+        metadata, key=lambda meta: (meta.frozen, layer_key(meta.name))
+    ):
         for piece in _pieces(list(group), limit_bytes, world):
             last = buckets[-1]
             if last and (_padded_bytes(last + piece) > limit_bytes or last[0].frozen != frozen):

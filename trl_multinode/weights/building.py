@@ -22,15 +22,21 @@ class SyncPlan:
     """Source of the weights that the syncs of a run send, and the reason for it."""
 
     source: type[ModuleSource]
-    lora_rank: int = 0  # rank of the adapter that the engines serve separately from the weights; 0: none
-    reason: str | None = None  # reason why a LoRA adapter is merged although the user did not request it
+    lora_rank: int = (
+        0  # rank of the adapter that the engines serve separately from the weights; 0: none
+    )
+    reason: str | None = (
+        None  # reason why a LoRA adapter is merged although the user did not request it
+    )
 
     @property
     def serves_adapter(self) -> bool:
         return self.lora_rank > 0
 
 
-def plan_sync(base: nn.Module, has_adapters: bool, lora_sync: str, dtype: torch.dtype, on_gpu: bool) -> SyncPlan:
+def plan_sync(
+    base: nn.Module, has_adapters: bool, lora_sync: str, dtype: torch.dtype, on_gpu: bool
+) -> SyncPlan:
     """Choose the source of the weights, as far as the choice is known before the engines run.
 
     Args:
@@ -53,7 +59,11 @@ def plan_sync(base: nn.Module, has_adapters: bool, lora_sync: str, dtype: torch.
     if lora_sync == "merged":
         return SyncPlan(PeftSource)
     obstacle = adapter_obstacle(base, dtype, on_gpu)
-    return SyncPlan(AdapterSource, lora_rank(base)) if obstacle is None else merged(obstacle, lora_sync)
+    return (
+        SyncPlan(AdapterSource, lora_rank(base))
+        if obstacle is None
+        else merged(obstacle, lora_sync)
+    )
 
 
 def merged(obstacle: str, lora_sync: str) -> SyncPlan:
@@ -69,12 +79,19 @@ def merged(obstacle: str, lora_sync: str) -> SyncPlan:
             got="adapter",
             cure="Use 'merged' or 'auto'.",
         )
-    reason = f"every weight sync sends all weights, with the LoRA adapter merged into them: {obstacle}"
+    reason = (
+        f"every weight sync sends all weights, with the LoRA adapter merged into them: {obstacle}"
+    )
     return SyncPlan(PeftSource, reason=reason)
 
 
 def reserve_slots(
-    plan: SyncPlan, base: nn.Module, dtype: torch.dtype, gather: ShardGather, bucket_bytes: int, transport: Transport
+    plan: SyncPlan,
+    base: nn.Module,
+    dtype: torch.dtype,
+    gather: ShardGather,
+    bucket_bytes: int,
+    transport: Transport,
 ) -> None:
     """Reserve the memory of the slots before the engines start. Local main process only, and no collective.
 
@@ -92,7 +109,10 @@ def checked_with_engines(
 
     One node without LoRA decides for all, because all nodes must send the same tensors.
     """
-    if not plan.serves_adapter or gather.extremes(all(engine.ready.serves_lora for engine in engines))[0]:
+    if (
+        not plan.serves_adapter
+        or gather.extremes(all(engine.ready.serves_lora for engine in engines))[0]
+    ):
         return plan
     return merged(f"vLLM has no LoRA for a {type(base).__name__}", lora_sync)
 

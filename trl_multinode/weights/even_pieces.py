@@ -17,7 +17,8 @@ import torch.distributed as dist
 from ..transports.pieces import joined
 from ..wire.messages import TensorRange
 
-MIN_PADDING_BYTES = 32 << 20  # 0.7 ms at 400 Gb/s (arithmetic); less would not pay for another collective of all ranks
+# 0.7 ms at 400 Gb/s (arithmetic); less would not pay for another collective of all ranks
+MIN_PADDING_BYTES = 32 << 20
 MIN_PADDING_SHARE = 0.25  # of the tensor
 
 
@@ -93,6 +94,9 @@ def pass_on(data: torch.Tensor, old: Cut, part: TensorRange, into: torch.Tensor)
     sent = [data[start - first : end - first] for start, end in overlaps(own, pieces)]
     others = [old.interval(peer) for peer in range(old.world)]
     received = [(end - start) * into.itemsize for start, end in overlaps(pieces[rank], others)]
-    target = into.view(torch.uint8)[: sum(received)]  # bytes, because not every backend has every dtype
+    # bytes, because not every backend has every dtype
+    target = into.view(torch.uint8)[: sum(received)]
     source = joined(sent, into.dtype, into.device).view(torch.uint8)
-    dist.all_to_all_single(target, source, received, [piece.numel() * into.itemsize for piece in sent])
+    dist.all_to_all_single(
+        target, source, received, [piece.numel() * into.itemsize for piece in sent]
+    )

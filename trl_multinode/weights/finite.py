@@ -25,7 +25,10 @@ TOO_LARGE = "They are finite, but too large for the engine: set `engine_kwargs={
 
 
 def check_finite(
-    weights: Iterable[tuple[str, torch.Tensor, torch.dtype]], where: str, step: int, sends_whole: bool
+    weights: Iterable[tuple[str, torch.Tensor, torch.dtype]],
+    where: str,
+    step: int,
+    sends_whole: bool,
 ) -> None:
     """Check this rank's own part of the weights.
 
@@ -46,7 +49,9 @@ def check_finite(
     for group in _groups(weights, sends_whole):
         ends = [end for _, part, *_ in group for end in torch.aminmax(part)]
         values = torch.stack(ends).tolist()  # one wait for the GPU, instead of one per tensor
-        for (name, _, dtype, limit), low, high in zip(group, values[::2], values[1::2], strict=True):
+        for (name, _, dtype, limit), low, high in zip(
+            group, values[::2], values[1::2], strict=True
+        ):
             is_finite = -limit <= low and high <= limit  # false of NaN
             if not is_finite:
                 raise _error(f"{where}: {name}", low, high, dtype, step)
@@ -66,7 +71,9 @@ def _groups(
     return groups.values()
 
 
-def _error(what: str, low: float, high: float, dtype: torch.dtype, step: int) -> WeightsNotFiniteError:
+def _error(
+    what: str, low: float, high: float, dtype: torch.dtype, step: int
+) -> WeightsNotFiniteError:
     cure = TOO_LARGE if math.isfinite(low) and math.isfinite(high) else NOT_FINITE
     return WeightsNotFiniteError(
         f"{what} has values from {low:g} to {high:g} after optimizer step {step}, expected "

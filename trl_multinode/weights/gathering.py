@@ -24,7 +24,9 @@ from ..transports.pieces import Pieces
 from .even_pieces import Cut, pass_on
 from .shards import Shard
 
-PIECE_ALIGNMENT = 16  # bytes: alignment of tensors in a packed buffer, a multiple of every dtype's size
+PIECE_ALIGNMENT = (
+    16  # bytes: alignment of tensors in a packed buffer, a multiple of every dtype's size
+)
 
 
 class ShardGather:
@@ -47,7 +49,9 @@ class ShardGather:
         self._nodes = world // self._ranks
         self._node, self._local_rank = divmod(rank, self._ranks)
         peers = [list(range(local, world, self._ranks)) for local in range(self._ranks)]
-        nodes = [list(range(node * self._ranks, (node + 1) * self._ranks)) for node in range(self._nodes)]
+        nodes = [
+            list(range(node * self._ranks, (node + 1) * self._ranks)) for node in range(self._nodes)
+        ]
         self._across = _own_group(peers, self._local_rank) if self._nodes > 1 else None
         self._within = _own_group(nodes, self._node) if self._ranks > 1 else None
 
@@ -135,7 +139,9 @@ class ShardGather:
             return mine.view(1, -1), None
         self.count(crosses_nodes=True)
         peers = self.buffers.take("peers", self._nodes * mine.numel())
-        return peers.view(self._nodes, -1), dist.all_gather_into_tensor(peers, mine, self._across, async_op=True)
+        return peers.view(self._nodes, -1), dist.all_gather_into_tensor(
+            peers, mine, self._across, async_op=True
+        )
 
     def collect(self, peers: torch.Tensor) -> torch.Tensor | None:
         """Return the buffers of all ranks, `(nodes, ranks of a node, size)`, on the local main process; else `None`.
@@ -149,8 +155,15 @@ class ShardGather:
         if self._local_rank > 0:
             _exchange([dist.P2POp(dist.isend, peers, first, self._within)])
             return None
-        every = self.buffers.take("every", self._ranks * peers.numel()).view(self._ranks, *peers.shape)
-        _exchange([dist.P2POp(dist.irecv, every[i], first + i, self._within) for i in range(1, self._ranks)])
+        every = self.buffers.take("every", self._ranks * peers.numel()).view(
+            self._ranks, *peers.shape
+        )
+        _exchange(
+            [
+                dist.P2POp(dist.irecv, every[i], first + i, self._within)
+                for i in range(1, self._ranks)
+            ]
+        )
         every[0].copy_(peers)
         return every.transpose(0, 1)
 
@@ -182,7 +195,11 @@ class Gathering:
         self._offsets, size = _layout(self._cuts, dtypes)
         self._mine = gather.pack(shards, dtypes, self._cuts, self._offsets, size)
         self._peers, self._work = gather.cross(self._mine)
-        self._taken = [("mine", self._mine)] if self._work is None else [("mine", self._mine), ("peers", self._peers)]
+        self._taken = (
+            [("mine", self._mine)]
+            if self._work is None
+            else [("mine", self._mine), ("peers", self._peers)]
+        )
 
     def wait(self) -> list[Pieces]:
         """Return the bucket's tensors: with data on every local main process, empty on the other ranks."""
@@ -196,7 +213,9 @@ class Gathering:
         if every is None:
             return [Pieces(self._mine.new_empty(0, 0, 0), shard.shape) for shard in self._shards]
         found = []
-        for shard, dtype, cut, offset in zip(self._shards, self._dtypes, self._cuts, self._offsets, strict=True):
+        for shard, dtype, cut, offset in zip(
+            self._shards, self._dtypes, self._cuts, self._offsets, strict=True
+        ):
             end = offset + cut.elements * dtype.itemsize
             found.append(Pieces(_view(every[..., offset:end], dtype), shard.shape))
         return found
@@ -226,7 +245,9 @@ class Buffers:
         self._largest[name] = max(num_bytes, self._largest.get(name, 0))
         while spare := self._spare.get(name):
             if (storage := spare.pop()).nbytes() >= num_bytes:
-                return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)[:num_bytes]
+                return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)[
+                    :num_bytes
+                ]
         return torch.empty(self._largest[name], dtype=torch.uint8, device=self.device)[:num_bytes]
 
     def give_back(self, name: str, tensor: torch.Tensor) -> None:
@@ -254,4 +275,8 @@ def _layout(cuts: Sequence[Cut], dtypes: Sequence[torch.dtype]) -> tuple[list[in
 
 def _view(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """View `data` as `dtype`; replace an empty tensor, because torch may refuse to view it."""
-    return data.view(dtype) if data.numel() else torch.empty(data.shape, dtype=dtype, device=data.device)
+    return (
+        data.view(dtype)
+        if data.numel()
+        else torch.empty(data.shape, dtype=dtype, device=data.device)
+    )

@@ -34,7 +34,8 @@ def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         if conversion.was_used() and not hasattr(conversion, "operations"):
             renamings.append(conversion.reverse_transform())
     found = {}
-    for name in sorted(names):  # some renamings apply only after another name was seen, and rely on this order
+    # some renamings apply only after another name was seen, and rely on this order
+    for name in sorted(names):
         found[name] = without_wrappers(name)
         for renaming in renamings:
             found[name], _ = renaming.rename_source_key(found[name])

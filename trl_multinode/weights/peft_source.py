@@ -51,8 +51,14 @@ class PeftSource(ModuleSource):
         super().__init__(model, dtype, gather)
         active = active_adapters(self._layers.values())
         adapters = {name for name in self._owners if is_adapter(name, active)}
-        self._owners = {base_name(name): owner for name, owner in self._owners.items() if name not in adapters}
-        base = [replace(meta, name=base_name(meta.name)) for meta in self._metadata if meta.name not in adapters]
+        self._owners = {
+            base_name(name): owner for name, owner in self._owners.items() if name not in adapters
+        }
+        base = [
+            replace(meta, name=base_name(meta.name))
+            for meta in self._metadata
+            if meta.name not in adapters
+        ]
         # an adapter is merged into a whole weight
         self._metadata = [replace(meta, divisible=meta.name not in self._layers) for meta in base]
         # two buckets are gathered in the trainer's dtype, and two have their merged weights beside them
@@ -99,7 +105,10 @@ class PeftSource(ModuleSource):
         if layer is None or layer.disable_adapters or layer.merged:
             return pieces
         is_local_main = pieces.data.numel() > 0
-        needs_all_ranks = any(hasattr(parameter, "full_tensor") for parameter in adapter_parameters(layer))  # FSDP2
+        # FSDP2
+        needs_all_ranks = any(
+            hasattr(parameter, "full_tensor") for parameter in adapter_parameters(layer)
+        )
         if not is_local_main and not needs_all_ranks:
             return pieces
         deltas, lengths = gathered_adapters(layer)
@@ -168,7 +177,10 @@ class AdapterSource(PeftSource):
     def as_sent(self, name: str, pieces: Pieces) -> Pieces:
         if (layer := self._scaled.get(name)) is None:
             return pieces
-        return replace(pieces, data=pieces.data * (0.0 if layer.disable_adapters else layer.scaling[self._adapter]))
+        return replace(
+            pieces,
+            data=pieces.data * (0.0 if layer.disable_adapters else layer.scaling[self._adapter]),
+        )
 
     def _check_state(self) -> None:
         """Raise if the base was merged or unfrozen, or another adapter is active: engines keep the old state."""
@@ -203,7 +215,11 @@ def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str 
     active = active_adapters(layers.values())
     if len(active) != 1:
         return f"there are {len(active)} active adapters, and vLLM serves one per request"
-    trained = [name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name, active)]
+    trained = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and not is_adapter(name, active)
+    ]
     if trained:
         return f"{base_name(trained[0])} is trained besides the adapter (modules_to_save, bias, an unfrozen parameter)"
     head = model.get_output_embeddings()
@@ -236,7 +252,9 @@ def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
+    }
     for name, module in layers.items():
         check_layer(name, module, LoraLayer)
     return layers
@@ -281,7 +299,11 @@ def is_adapter(name: str, active: set[str]) -> bool:
     """Return whether a parameter exists only because of PEFT: an adapter, the untrained original of a module in
     `modules_to_save`, or the copy of such a module for an adapter that is not `active` (TRL's reference)."""
     copy = re.search(r"\.modules_to_save\.([^.]+)\.", name)
-    return ".lora_" in name or ".original_module." in name or (copy is not None and copy[1] not in active)
+    return (
+        ".lora_" in name
+        or ".original_module." in name
+        or (copy is not None and copy[1] not in active)
+    )
 
 
 def base_name(name: str) -> str:

@@ -10,7 +10,9 @@ from ..run.topology import Topology
 from ..settings import PROBE_LENGTH
 
 
-def divergence_limit(limit: float | None, trainer_dtype: torch.dtype, engine_dtype: torch.dtype) -> float:
+def divergence_limit(
+    limit: float | None, trainer_dtype: torch.dtype, engine_dtype: torch.dtype
+) -> float:
     """Return the mean |log-prob difference| per token above which weights must be stale.
 
     Measured differences: 4e-6 between fp32 and fp32 on a CPU, 0.01 to 0.05 with bf16 engines, more than 0.1 with
@@ -30,7 +32,9 @@ def probe_tokens(vocab_size: int) -> list[int]:
 
 
 @torch.no_grad()
-def probe_engines(model: Any, engines: EngineGroup | None, limit: float, topology: Topology) -> None:
+def probe_engines(
+    model: Any, engines: EngineGroup | None, limit: float, topology: Topology
+) -> None:
     """Compare the engines' log-probs of a fixed sequence with the trainer's, to detect weights that are still dummies.
 
     All training ranks take part, because a ZeRO-3 forward is a collective; those without `engines` only run the
@@ -49,7 +53,8 @@ def probe_engines(model: Any, engines: EngineGroup | None, limit: float, topolog
         return
     expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
     for engine in engines:
-        with engine.loss_accepted():  # it is started again; the check of every round compares its weights
+        # it is started again; the check of every round compares its weights
+        with engine.loss_accepted():
             got = torch.from_numpy(engine.score(tokens).logprobs.copy())
         if engine.lost is not None:
             continue

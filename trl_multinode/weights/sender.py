@@ -23,7 +23,12 @@ class BucketSender:
     """
 
     def __init__(
-        self, engines: EngineGroup, slots: Slots, layouts: list, timings: SyncTimings, copy: HostCopy | None = None
+        self,
+        engines: EngineGroup,
+        slots: Slots,
+        layouts: list,
+        timings: SyncTimings,
+        copy: HostCopy | None = None,
     ):
         self._engines = engines
         self._slots = slots
@@ -52,11 +57,16 @@ class BucketSender:
         on_gpu = next((piece.data.device for piece in pieces if piece.data.is_cuda), None)
         ready = None
         if on_gpu is not None:
-            ready = torch.cuda.current_stream(on_gpu).record_event()  # on the stream that gathered the bucket
+            # on the stream that gathered the bucket
+            ready = torch.cuda.current_stream(on_gpu).record_event()
         return self._thread.submit(self._send, index, pieces, on_gpu, ready)
 
     def _send(
-        self, index: int, pieces: Sequence[Pieces], on_gpu: torch.device | None, ready: torch.cuda.Event | None
+        self,
+        index: int,
+        pieces: Sequence[Pieces],
+        on_gpu: torch.device | None,
+        ready: torch.cuda.Event | None,
     ) -> None:
         if len(self._in_flight) == NUM_SLOTS:
             self._wait_for_oldest()
@@ -68,12 +78,16 @@ class BucketSender:
                 torch.cuda.current_stream(on_gpu).wait_event(ready)
                 self._slots.write(index % NUM_SLOTS, self._layouts[index], pieces)
         if self._copy is not None:
-            self._copy.keep(index, self._slots.memory[index % NUM_SLOTS][: self._layouts[index][-1].end])
+            self._copy.keep(
+                index, self._slots.memory[index % NUM_SLOTS][: self._layouts[index][-1].end]
+            )
         self._timings.copy_s += time.perf_counter() - start
         self._hand_over(index)
 
     def _hand_over(self, index: int) -> None:
-        self._in_flight.append(self._engines.post_all(LoadBucket(bucket=index, slot=index % NUM_SLOTS)))
+        self._in_flight.append(
+            self._engines.post_all(LoadBucket(bucket=index, slot=index % NUM_SLOTS))
+        )
         try:
             self._slots.transmit(index % NUM_SLOTS, self._layouts[index][-1].end)
         except WeightSyncError:

@@ -18,7 +18,9 @@ class Shard:
     data: torch.Tensor  # (elements,) or fewer: the last ranks' pieces may be short or empty
     elements: int  # size of every rank's piece, padding included
     shape: tuple[int, ...]  # shape of the full tensor, or the length of a range
-    passed_on: tuple[Cut, TensorRange] | None = None  # of a range of a tensor whose pieces `data` are not those of it
+    passed_on: tuple[Cut, TensorRange] | None = (
+        None  # of a range of a tensor whose pieces `data` are not those of it
+    )
 
     def cut(self, world: int) -> Cut:
         """Return how the full tensor, or its range, is cut over `world` ranks."""
@@ -71,8 +73,13 @@ def _fsdp2_shard(tensor: Any) -> Shard | None:
     placements = tensor.placements
     if mesh.ndim != 1 or mesh.size() != dist.get_world_size() or not placements[0].is_shard(0):
         return None
-    rows = math.ceil(tensor.shape[0] / mesh.size())  # torch.chunk gives each rank this many, the last ranks fewer
-    return Shard(tensor.to_local().detach().reshape(-1), rows * math.prod(tensor.shape[1:]), tuple(tensor.shape))
+    # torch.chunk gives each rank this many, the last ranks fewer
+    rows = math.ceil(tensor.shape[0] / mesh.size())
+    return Shard(
+        tensor.to_local().detach().reshape(-1),
+        rows * math.prod(tensor.shape[1:]),
+        tuple(tensor.shape),
+    )
 
 
 @torch.no_grad()

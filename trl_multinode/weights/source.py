@@ -21,7 +21,8 @@ from .shards import Shard, is_quantized, shard_of
 from .tying import check_still_tied, tied_weights
 
 Finish = Callable[[], Sequence[Pieces]]
-Held = dict[str, torch.Tensor]  # tensors that DeepSpeed or FSDP2 has gathered whole, while their ranges are sent
+# tensors that DeepSpeed or FSDP2 has gathered whole, while their ranges are sent
+Held = dict[str, torch.Tensor]
 
 
 class WeightSource(ABC):
@@ -50,7 +51,9 @@ class WeightSource(ABC):
         With NCCL, buckets are smaller than the limit by a tenth with seven ranks per node, by a third with two, and by
         up to 40 % with one.
         """
-        return plan_buckets(self.metadata(), int(limit_bytes * min(1.0, 3.0 / self.buckets_at_peak)), self.world)
+        return plan_buckets(
+            self.metadata(), int(limit_bytes * min(1.0, 3.0 / self.buckets_at_peak)), self.world
+        )
 
     @abstractmethod
     def metadata(self) -> list[WeightMeta]: ...
@@ -260,7 +263,11 @@ def keep_head_during_backward(model: nn.Module) -> None:
     parameters as external parameters of the model, so that DeepSpeed gathers them with it. A no-op without ZeRO-3.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    sharded = [parameter for parameter in head.parameters(recurse=False) if is_zero3(parameter)] if head else []
+    sharded = (
+        [parameter for parameter in head.parameters(recurse=False) if is_zero3(parameter)]
+        if head
+        else []
+    )
     for parameter in sharded:
         import deepspeed
 

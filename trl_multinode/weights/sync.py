@@ -68,10 +68,15 @@ class WeightSync:
         self._layouts = [slot_layout(bucket) for bucket in self.buckets]
         self._transport = transport or Transport()
         self._slots: Slots | None = None
-        self._frozen_s: dict[int, float] = {}  # by engine: its frozen seconds at the end of the last update
-        self._check_frozen = True  # before the next update; weights that do not change are checked once
+        # by engine: its frozen seconds at the end of the last update
+        self._frozen_s: dict[int, float] = {}
+        self._check_frozen = (
+            True  # before the next update; weights that do not change are checked once
+        )
         self._first = 0  # bucket that the next update begins with; 0 includes the frozen ones
-        self.num_gathered = 0  # buckets of the running update that are gathered; any thread may read it
+        self.num_gathered = (
+            0  # buckets of the running update that are gathered; any thread may read it
+        )
 
     @property
     def plan_crc(self) -> int:
@@ -150,8 +155,12 @@ class WeightSync:
             self.forget_slots()
             return SyncTimings(version=version)
         if self.copy.version != version:
-            raise WeightSyncError(f"The copy of the weights is of {self.copy.version}, expected {version}.")
-        timings = SyncTimings(num_bytes=self.copy.num_bytes, num_buckets=len(self.buckets), version=version)
+            raise WeightSyncError(
+                f"The copy of the weights is of {self.copy.version}, expected {version}."
+            )
+        timings = SyncTimings(
+            num_bytes=self.copy.num_bytes, num_buckets=len(self.buckets), version=version
+        )
         with self._from_scratch(engines) as slots:
             self._send(engines, slots, timings, self._read_copy)
         return timings
@@ -182,7 +191,8 @@ class WeightSync:
         """Check the weights that are sent, and return their numbers."""
         sent = self.buckets[self._first :]
         # before the first message: the other ranks then wait in their first gathering, so no engine loads anything
-        tensors = {meta.name: meta for bucket in sent for meta in bucket}  # once, however many ranges they have
+        # once, however many ranges they have
+        tensors = {meta.name: meta for bucket in sent for meta in bucket}
         self._source.check(list(tensors.values()), version.step, self._check_frozen)
         return SyncTimings(num_bytes=self.num_bytes, num_buckets=len(sent), version=version)
 
@@ -261,6 +271,8 @@ class WeightSync:
             assert isinstance(done, Done)
             engine.check_version(done.version, version)
             frozen_s = done.times.frozen_s
-            timings.frozen_s = max(timings.frozen_s, frozen_s - self._frozen_s.get(engine.index, 0.0))
+            timings.frozen_s = max(
+                timings.frozen_s, frozen_s - self._frozen_s.get(engine.index, 0.0)
+            )
             self._frozen_s[engine.index] = frozen_s
         timings.commit_s += time.perf_counter() - start

@@ -17,7 +17,9 @@ class SyncTimings:
     copy_s: float = 0.0  # copies into the slots, local main process only
     load_s: float = 0.0  # the slowest engine's own time for all buckets, local main process only
     commit_s: float = 0.0  # the engines' packing of the weights, local main process only
-    frozen_s: float = 0.0  # the slowest engine's seconds with frozen completions, local main process only
+    frozen_s: float = (
+        0.0  # the slowest engine's seconds with frozen completions, local main process only
+    )
     num_bytes: int = 0  # bytes sent to each engine, after the cast to its dtype
     num_buckets: int = 0
     collectives: tuple[int, int] = (0, 0)  # across nodes, within a node
@@ -28,7 +30,9 @@ class SyncTimings:
         return [getattr(self, name) for name in STAGES]
 
 
-def sync_metrics(sync: SyncTimings, per_rank: list[list[float]], ranks_per_node: int) -> dict[str, float]:
+def sync_metrics(
+    sync: SyncTimings, per_rank: list[list[float]], ranks_per_node: int
+) -> dict[str, float]:
     """Return the metrics of the last weight sync, for `Trainer.log`.
 
     Args:
@@ -39,13 +43,16 @@ def sync_metrics(sync: SyncTimings, per_rank: list[list[float]], ranks_per_node:
         ranks_per_node (`int`):
             Number of training ranks of every node.
     """
-    slowest = {f"sync/{name}": max(rank[index] for rank in per_rank) for index, name in enumerate(STAGES)}
+    slowest = {
+        f"sync/{name}": max(rank[index] for rank in per_rank) for index, name in enumerate(STAGES)
+    }
     totals = [rank[0] for rank in per_rank]
     return slowest | {
         "sync/mib": sync.num_bytes / 2**20,
         "sync/gb_per_s": sync.num_bytes / max(totals) / 1e9 if max(totals) else 0.0,
         "sync/buckets": sync.num_buckets,
-        "sync/collectives": 1 + sync.collectives[0],  # across nodes, including the barrier before them
+        "sync/collectives": 1
+        + sync.collectives[0],  # across nodes, including the barrier before them
         "sync/node_collectives": sync.collectives[1],
         "sync/version": sync.version.update,
         "sync/slowest_node": float(totals.index(max(totals)) // ranks_per_node),

@@ -43,10 +43,16 @@ def choose(wanted: str, machine: Machine) -> tuple[str, str]:
         if machine.gpu is None:
             return "host", "the engines run on the CPU"
         peers = "peer access" if machine.peer_access else "no peer access"
-        return "host", f"{machine.gpu} GPUs, {peers}; ipc and nccl never ran between GPUs yet, so they must be named"
+        return (
+            "host",
+            f"{machine.gpu} GPUs, {peers}; ipc and nccl never ran between GPUs yet, so they must be named",
+        )
     if refusal := TRANSPORTS[wanted].refusal(machine):
         raise ConfigurationError(refusal, setting="weight_transport", got=wanted)
-    return wanted, "as configured; experimental" if machine.gpu else "as configured; over gloo, on the CPU"
+    return (
+        wanted,
+        "as configured; experimental" if machine.gpu else "as configured; over gloo, on the CPU",
+    )
 
 
 def machine_of(devices: EngineDevices, environ: Mapping[str, str] = os.environ) -> Machine:
@@ -54,7 +60,9 @@ def machine_of(devices: EngineDevices, environ: Mapping[str, str] = os.environ) 
     if devices.sender is None:
         return Machine(None)
     names = visible_devices(environ, torch.cuda.device_count())
-    engines = [names.index(gpu) for own in devices.per_engine for gpu in own if gpu != devices.sender]
+    engines = [
+        names.index(gpu) for own in devices.per_engine for gpu in own if gpu != devices.sender
+    ]
     sender = names.index(devices.sender)
     return Machine(
         "AMD" if torch.version.hip else "NVIDIA",
@@ -97,7 +105,9 @@ class Transport(SlotSettings):
             self._reserved.close()
         self._reserved = None
 
-    def open(self, engines: EngineGroup, num_bytes: int, layouts: Sequence[tuple[TensorSpec, ...]]) -> Slots:
+    def open(
+        self, engines: EngineGroup, num_bytes: int, layouts: Sequence[tuple[TensorSpec, ...]]
+    ) -> Slots:
         """Return slots that every worker has opened, and that passed a self test if they are not in host memory.
 
         Args:
@@ -125,9 +135,13 @@ class Transport(SlotSettings):
                     slots.close()
         return self.open_on_host(engines, num_bytes, layouts)
 
-    def open_on_host(self, engines: EngineGroup, num_bytes: int, layouts: Sequence[tuple[TensorSpec, ...]]) -> Slots:
+    def open_on_host(
+        self, engines: EngineGroup, num_bytes: int, layouts: Sequence[tuple[TensorSpec, ...]]
+    ) -> Slots:
         """Return slots in host memory that every worker of `engines` has opened. The arguments are those of `open`."""
-        return self._open_in_workers(self._make("host", max(num_bytes, SELF_TEST_BYTES)), engines, layouts)
+        return self._open_in_workers(
+            self._make("host", max(num_bytes, SELF_TEST_BYTES)), engines, layouts
+        )
 
     def _make(self, kind: str, num_bytes: int) -> Slots:
         self.close()  # the slots take this memory; if another process is faster, that is an error and no SIGBUS
@@ -137,7 +151,9 @@ class Transport(SlotSettings):
         return slots
 
     @staticmethod
-    def _open_in_workers(slots: Slots, engines: EngineGroup, layouts: Sequence[tuple[TensorSpec, ...]]) -> Slots:
+    def _open_in_workers(
+        slots: Slots, engines: EngineGroup, layouts: Sequence[tuple[TensorSpec, ...]]
+    ) -> Slots:
         try:
             answers(engines.post_all(lambda engine: _open_request(slots, engine, layouts)))
         finally:
@@ -159,6 +175,10 @@ class Transport(SlotSettings):
             raise failed[0]
 
 
-def _open_request(slots: Slots, engine: int, layouts: Sequence[tuple[TensorSpec, ...]]) -> OpenSlots:
+def _open_request(
+    slots: Slots, engine: int, layouts: Sequence[tuple[TensorSpec, ...]]
+) -> OpenSlots:
     memory = msgspec.Raw(msgspec.msgpack.encode(slots.open_for(engine)))
-    return OpenSlots(transport=slots.kind, memory=memory, slot_bytes=slots.num_bytes, buckets=tuple(layouts))
+    return OpenSlots(
+        transport=slots.kind, memory=memory, slot_bytes=slots.num_bytes, buckets=tuple(layouts)
+    )

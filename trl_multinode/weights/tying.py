@@ -25,16 +25,23 @@ def check_tied_head(model: nn.Module) -> None:
     Raises:
         `ConfigurationError`: if embedding and head would be trained apart.
     """
-    modules = [getattr(model, getter, lambda: None)() for getter in ("get_input_embeddings", "get_output_embeddings")]
+    modules = [
+        getattr(model, getter, lambda: None)()
+        for getter in ("get_input_embeddings", "get_output_embeddings")
+    ]
     if None in modules or untrained(modules[0]).weight is not untrained(modules[1]).weight:
         return
     names = {module: name for name, module in model.named_modules()}
     embedding, head = (names[module] for module in modules)
     adapted = [names[module] for module in modules if hasattr(module, "get_base_layer")]
     if adapted:
-        apart = f"{' and '.join(adapted)} of the LoRA config's `target_modules` would be trained apart"
+        apart = (
+            f"{' and '.join(adapted)} of the LoRA config's `target_modules` would be trained apart"
+        )
     elif trained(modules[0]).weight is not trained(modules[1]).weight:
-        apart = "the LoRA config's `modules_to_save` names one of them or has separate copies of both"
+        apart = (
+            "the LoRA config's `modules_to_save` names one of them or has separate copies of both"
+        )
     else:
         return
     raise ConfigurationError(

@@ -49,7 +49,9 @@ async def read_hello(reader: asyncio.StreamReader, timeout_s: float) -> Hello | 
     return request
 
 
-async def read_request(reader: asyncio.StreamReader, limit: int = MAX_FRAME_BYTES) -> Request | None:
+async def read_request(
+    reader: asyncio.StreamReader, limit: int = MAX_FRAME_BYTES
+) -> Request | None:
     """Read the next request, of at most `limit` bytes; return `None` at end of file."""
     try:
         header = await reader.readexactly(LENGTH.size)
@@ -93,7 +95,9 @@ class Connection:
         except OSError as error:
             folder = self._socket_path.parent
             gone = "" if folder.is_dir() else f" {folder} was removed, by a cleaner perhaps."
-            raise EngineDiedError(f"{name}: cannot connect to its socket ({error}).{gone} Log: {log_path}") from error
+            raise EngineDiedError(
+                f"{name}: cannot connect to its socket ({error}).{gone} Log: {log_path}"
+            ) from error
 
     def _connect(self, path: str, deadline: float) -> None:
         while True:
@@ -128,7 +132,9 @@ class Connection:
         try:
             return _reply_decoder.decode(body)
         except msgspec.MsgspecError as error:
-            raise EngineDiedError(f"{self.name} sent a corrupt message ({error}). Log: {self.log_path}") from error
+            raise EngineDiedError(
+                f"{self.name} sent a corrupt message ({error}). Log: {self.log_path}"
+            ) from error
 
     def _read(self, num_bytes: int, deadline: float, timeout_s: float) -> bytearray:
         """Read exactly `num_bytes`: a selector would not report bytes of the next reply that are buffered here."""

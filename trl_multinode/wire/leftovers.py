@@ -38,7 +38,9 @@ def candidates() -> list[Path]:
     """Return the run folders on this machine, and those of roll-calls, in the order of their names."""
     places = {Path(tempfile.gettempdir()).resolve(), Path("/tmp").resolve()}
     patterns = (f"{PREFIX}[0-9]*_*", f"{CHECK_PREFIX}*")
-    return sorted(found for place in places for pattern in patterns for found in place.glob(pattern))
+    return sorted(
+        found for place in places for pattern in patterns for found in place.glob(pattern)
+    )
 
 
 def leftovers(remove: bool) -> Iterator[Leftover]:
@@ -89,7 +91,8 @@ def segments_of(folder: Path) -> Iterator[Path]:
     """Yield the shared memory of this user that the records in a run folder list, as far as it is still there."""
     for record in folder.glob("*.shm"):
         lines: list[str] = []
-        with suppress(FileNotFoundError):  # other engines of a killed owner remove the folder at the same time
+        # other engines of a killed owner remove the folder at the same time
+        with suppress(FileNotFoundError):
             lines = record.read_text().splitlines()
         for line in lines:
             path = SHARED_MEMORY / Path(line).name
@@ -118,7 +121,9 @@ def remove_leftovers(report: Callable[[str], None]) -> None:
     try:
         removed = [found for found in leftovers(remove=True) if found.kept is None]
     except OSError as error:
-        report(f"could not look for what killed runs left ({error}); `trl-multinode clean` shows it")
+        report(
+            f"could not look for what killed runs left ({error}); `trl-multinode clean` shows it"
+        )
         return
     if removed:
         segments = sum(len(found.segments) for found in removed)

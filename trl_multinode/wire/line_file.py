@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-ROTATE_BYTES = 4 * 2**20  # about 25,000 lines; a process keeps the current file and the one before it
+# about 25,000 lines; a process keeps the current file and the one before it
+ROTATE_BYTES = 4 * 2**20
 
 
 class LineFile:
@@ -30,7 +31,12 @@ class LineFile:
         """Write a line, or drop it after an error."""
         try:
             self._write(json.dumps(line) + "\n")
-        except (OSError, TypeError, ValueError) as error:  # a full disk, a lost file system; a file that was closed
+        # a full disk, a lost file system; a file that was closed
+        except (
+            OSError,
+            TypeError,
+            ValueError,
+        ) as error:
             self.close()
             if not self._failed:
                 self._failed = True

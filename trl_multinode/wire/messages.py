@@ -22,10 +22,16 @@ from ..errors import (
     WeightVersionError,
 )
 
-NUM_SLOTS = 2  # the engine loads bucket k-1 from one slot while the sender writes bucket k into the other
+NUM_SLOTS = (
+    2  # the engine loads bucket k-1 from one slot while the sender writes bucket k into the other
+)
 LEVEL = "VLLM_LOGGING_LEVEL"  # environment variable of an engine, for the time of its start
 LATER_LEVEL = "TRL_MULTINODE_VLLM_LOGGING_LEVEL"  # level of vLLM's log once the engine has started
-ADAPTER_TENSORS = (".lora_A.weight", ".lora_B.weight")  # suffixes that only the names of LoRA tensors have
+# suffixes that only the names of LoRA tensors have
+ADAPTER_TENSORS = (
+    ".lora_A.weight",
+    ".lora_B.weight",
+)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -148,7 +154,12 @@ class EngineSpec(msgspec.Struct, frozen=True):
     @property
     def labels(self) -> dict[str, int]:
         """Fields of every line about the engine's states."""
-        return {"node": self.node, "engine": self.index, "process": self.start, "attempt": self.attempt}
+        return {
+            "node": self.node,
+            "engine": self.index,
+            "process": self.start,
+            "attempt": self.attempt,
+        }
 
 
 # ---- rank -> engine -------------------------------------------------------------------------------------------------
@@ -208,7 +219,9 @@ class BeginUpdate(Message, frozen=True):
     first_bucket: int = 0
     # freeze running completions, which the new weights continue; otherwise the update waits until none is running
     in_flight: bool = False
-    recompute_kv: bool = False  # compute the keys and values of frozen completions again, with the new weights
+    recompute_kv: bool = (
+        False  # compute the keys and values of frozen completions again, with the new weights
+    )
 
 
 class LoadBucket(Message, frozen=True):
@@ -247,10 +260,14 @@ class Ready(Message, frozen=True):
     pid: int
     max_model_len: int  # tokens, prompt and completion together
     vllm_version: str
-    model_runner: str = ""  # vLLM's "v1" or "v2", which compute samples and prompt log-probs by different code
+    model_runner: str = (
+        ""  # vLLM's "v1" or "v2", which compute samples and prompt log-probs by different code
+    )
     serves_lora: bool = False  # the engine accepts adapters separately from the weights
     slots: int = 1  # completions that the engine can generate at once
-    truncated_logprobs: str = ""  # reason why log-probs of truncated samples are not over the whole vocabulary
+    truncated_logprobs: str = (
+        ""  # reason why log-probs of truncated samples are not over the whole vocabulary
+    )
     start: int = 0  # number of restarts before this process
 
 
@@ -280,7 +297,9 @@ class EngineTimes(msgspec.Struct, frozen=True):
 
     clock_s: float = 0.0  # all seconds
     busy_s: float = 0.0  # seconds with at least one `Generate` or `Score` running and not frozen
-    slot_s: float = 0.0  # seconds that each completion ran, not frozen, divided by the engine's slots
+    slot_s: float = (
+        0.0  # seconds that each completion ran, not frozen, divided by the engine's slots
+    )
     tail_s: float = 0.0  # part of `busy_s` with fewer than 10 % of the completions that ran at once since it was idle
     frozen_s: float = 0.0  # seconds in which weight updates froze running completions
 
@@ -291,7 +310,9 @@ class Done(Message, frozen=True):
     version: WeightVersion
     seconds: float  # of the request, by the engine's clock
     times: EngineTimes = EngineTimes()
-    kv_use: float = 0.0  # greatest share of the key-value cache in use between the last two weight updates
+    kv_use: float = (
+        0.0  # greatest share of the key-value cache in use between the last two weight updates
+    )
 
 
 class Digests(Message, frozen=True):

@@ -56,7 +56,9 @@ def open_end(pid: int) -> int:
         raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
     read_end, write_end = os.pipe()
     arguments = (pid, started, write_end)
-    threading.Thread(target=_write_at_end, args=arguments, name=f"end-of-{pid}", daemon=True).start()
+    threading.Thread(
+        target=_write_at_end, args=arguments, name=f"end-of-{pid}", daemon=True
+    ).start()
     return read_end
 
 
@@ -92,7 +94,8 @@ def start_time(pid: int, running: bool = False) -> int | None:
             Also return `None` for a process that has ended.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may have blanks
+        # a name may have blanks
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     return None if running and fields[0] in ENDED else int(fields[19])

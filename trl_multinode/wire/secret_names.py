@@ -4,8 +4,22 @@ import re
 
 HIDDEN = "(hidden)"
 # Parts of a name that are enough wherever they stand, also in `HFSECRET` or `wandbApiKey`
-ANYWHERE = re.compile(r"secret|passw|passphrase|credential|(api|access|private|signing|encryption)_?key")
-WORDS = {"auth", "authorization", "bearer", "cookie", "cookies", "cred", "creds", "dsn", "jwt", "oauth", "oauth2"}
+ANYWHERE = re.compile(
+    r"secret|passw|passphrase|credential|(api|access|private|signing|encryption)_?key"
+)
+WORDS = {
+    "auth",
+    "authorization",
+    "bearer",
+    "cookie",
+    "cookies",
+    "cred",
+    "creds",
+    "dsn",
+    "jwt",
+    "oauth",
+    "oauth2",
+}
 # Words that make a secret at the end of a name only: `num_key_value_heads`, `eos_token_id` and `PASS_AT_K` have none
 LAST_WORDS = {"key", "pass", "pat", "pwd", "token"}
 LAST = re.compile(r"(?<!by)pass$|apikey$|token$")  # of one word: `SSHPASS`, `HFTOKEN`
@@ -28,7 +42,11 @@ def is_secret_name(name: str) -> bool:
     snake = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name)
     words = re.findall(r"[a-z0-9]+", snake.lower())
     whole = "_".join(words)
-    if not words or whole in NO_SECRETS or whole.endswith(tuple(f"_{kind}_token" for kind in SPECIAL_TOKENS)):
+    if (
+        not words
+        or whole in NO_SECRETS
+        or whole.endswith(tuple(f"_{kind}_token" for kind in SPECIAL_TOKENS))
+    ):
         return False
     if ANYWHERE.search(whole) or WORDS.intersection(words):
         return True

@@ -136,10 +136,14 @@ def record_shared_memory(record: Path) -> None:
         except OSError:
             continue
         segments |= {
-            line.split(maxsplit=5)[-1] for line in maps.splitlines() if any(name in line for name in LEFT_BEHIND)
+            line.split(maxsplit=5)[-1]
+            for line in maps.splitlines()
+            if any(name in line for name in LEFT_BEHIND)
         }
     new = record.with_suffix(".new")  # a reader must not see half of it
-    new.write_text("\n".join(sorted(segment for segment in segments if not segment.endswith("(deleted)"))))
+    new.write_text(
+        "\n".join(sorted(segment for segment in segments if not segment.endswith("(deleted)")))
+    )
     new.rename(record)
 
 
@@ -165,7 +169,8 @@ def record_while_starting(record: Path) -> Iterator[None]:
 def unlink_shared_memory(record: Path) -> None:
     """Remove the segments that `record_shared_memory` recorded. Call it when the processes have ended."""
     segments: list[str] = []
-    with contextlib.suppress(FileNotFoundError):  # not recorded, or removed by another engine of a killed owner
+    # not recorded, or removed by another engine of a killed owner
+    with contextlib.suppress(FileNotFoundError):
         segments = record.read_text().splitlines()
     for segment in segments:
         Path(segment).unlink(missing_ok=True)

@@ -19,5 +19,8 @@ def distinct(completion_ids, **_):
 folder = sys.argv[1]
 print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)
 prompts = [f"{i} =" for i in range(16)]
-trainer = make_trainer(tiny_qwen2(), distinct, folder, prompts, per_device_train_batch_size=4, max_steps=1000)
-trainer.train(resume_from_checkpoint=trainer.last_checkpoint())  # else the launch ends with 1, and not with 143
+trainer = make_trainer(
+    tiny_qwen2(), distinct, folder, prompts, per_device_train_batch_size=4, max_steps=1000
+)
+# else the launch ends with 1, and not with 143
+trainer.train(resume_from_checkpoint=trainer.last_checkpoint())

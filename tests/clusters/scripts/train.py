@@ -40,9 +40,16 @@ class Record(TrainerCallback):
             file.write(json.dumps({"start": START} | values) + "\n")
 
     def __call__(self, prompts, completion_ids, **_):
-        self.write(done=self.step, rows=[[p, list(ids)] for p, ids in zip(prompts, completion_ids, strict=True)])
+        self.write(
+            done=self.step,
+            rows=[[p, list(ids)] for p, ids in zip(prompts, completion_ids, strict=True)],
+        )
         deadline = time.monotonic() + HOLD_LIMIT_S
-        while self.step in self.hold and not Path(FOLDER, f"go-{self.step}").exists() and time.monotonic() < deadline:
+        while (
+            self.step in self.hold
+            and not Path(FOLDER, f"go-{self.step}").exists()
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
         return [sum(token < 150 for token in ids) / len(ids) for ids in completion_ids]
 
@@ -68,7 +75,9 @@ def train(name: str, hold: tuple[int, ...]) -> None:
 
 
 assert WORLD == 2, WORLD
-print(f"{len(os.sched_getaffinity(0))} cores, GPUs {os.environ['CUDA_VISIBLE_DEVICES']}", flush=True)
+print(
+    f"{len(os.sched_getaffinity(0))} cores, GPUs {os.environ['CUDA_VISIBLE_DEVICES']}", flush=True
+)
 if START == "0":
     train("whole", ())
 train("broken", HOLD)

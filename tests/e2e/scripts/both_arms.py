@@ -30,7 +30,13 @@ from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.weights.source import keep_head_during_backward
 
 STEPS = 3
-OF_THE_CLOCK = ("time", "runtime", "per_second", "flos")  # parts of names that no two runs have in common
+# parts of names that no two runs have in common
+OF_THE_CLOCK = (
+    "time",
+    "runtime",
+    "per_second",
+    "flos",
+)
 SETTINGS = {
     "use_cpu": True, "bf16": False, "num_generations": 4, "max_completion_length": 12, "logging_steps": 1,
     "report_to": [], "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True, "optim": "sgd",
@@ -63,7 +69,9 @@ class Scenario:
     def __post_init__(self):
         self.model = tiny_qwen2() if self.model is None else self.model
         self.tokenizer = self.tokenizer or tiny_tokenizer()
-        self.dataset = self.dataset or Dataset.from_dict({"prompt": [f"{i} + {i + 1} =" for i in range(32)]})
+        self.dataset = self.dataset or Dataset.from_dict(
+            {"prompt": [f"{i} + {i + 1} =" for i in range(32)]}
+        )
 
 
 class Weights(TrainerCallback):
@@ -80,7 +88,9 @@ class Weights(TrainerCallback):
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
         with deepspeed.zero.GatheredParameters(sharded) if sharded else nullcontext():
-            self.steps.append(torch.cat([whole(parameter.detach()).flatten().clone() for parameter in parameters]))
+            self.steps.append(
+                torch.cat([whole(parameter.detach()).flatten().clone() for parameter in parameters])
+            )
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,20 +111,25 @@ class Replay:
         self.llm = SimpleNamespace(llm_engine=engine)  # asked for by TRL's tool loop
 
     def sync_weights(self):
-        if self._first:  # TRL 1.16 cannot train an untied head under ZeRO-3 without: docs/inside/notes.md
+        # TRL 1.16 cannot train an untied head under ZeRO-3 without: docs/inside/notes.md
+        if self._first:
             keep_head_during_backward(self._model)
         self._first = False
 
     def generate(self, prompts, images, num_generations, profiler=None):
         asked, completions, logprobs = self.calls.pop(0)
-        assert asked == prompts, f"rank {RANK}: TRL's trainer asks for {prompts}, ours asked for {asked}"
+        assert asked == prompts, (
+            f"rank {RANK}: TRL's trainer asks for {prompts}, ours asked for {asked}"
+        )
         return prompts, completions, logprobs, None
 
 
 class MadeUp(Replay):
     """Completions that depend on the prompt and the row alone."""
 
-    vllm_client = SimpleNamespace(get_server_info=lambda: {"model_config": {"logprobs_mode": "processed_logprobs"}})
+    vllm_client = SimpleNamespace(
+        get_server_info=lambda: {"model_config": {"logprobs_mode": "processed_logprobs"}}
+    )
 
     def generate(self, prompts, images, num_generations, profiler=None):
         completions = []
@@ -132,7 +147,9 @@ def compare(name: str, make: Callable[[], Scenario], folder: Path) -> dict:
     generation = MadeUp if scenario.made_up else None
     ours, calls, engine = run_ours(scenario, folder / f"{name}-ours", generation)
     unset_hf_deepspeed_config()
-    theirs = run_trls(make(), folder / f"{name}-trl", generation or type("Recorded", (Replay,), {"calls": calls}))
+    theirs = run_trls(
+        make(), folder / f"{name}-trl", generation or type("Recorded", (Replay,), {"calls": calls})
+    )
     return {
         "world": WORLD,
         "engine": engine,
@@ -141,10 +158,15 @@ def compare(name: str, make: Callable[[], Scenario], folder: Path) -> dict:
         "calls": ours["calls"],
         "not_replayed": 0 if generation else len(calls),
         "moved": [difference(step, ours["weights"][0]) for step in ours["weights"][1:]],
-        "weights": [difference(a, b) for a, b in zip(ours["weights"], theirs["weights"], strict=True)],
+        "weights": [
+            difference(a, b) for a, b in zip(ours["weights"], theirs["weights"], strict=True)
+        ],
         "missing": sorted(names(theirs["logs"]) - names(ours["logs"])),
         "metrics": metric_differences(ours["logs"], theirs["logs"]),
-        "logs": [{key: value for key, value in log.items() if not of_the_clock(key)} for log in theirs["logs"]],
+        "logs": [
+            {key: value for key, value in log.items() if not of_the_clock(key)}
+            for log in theirs["logs"]
+        ],
         "observed": [ours["observed"], theirs["observed"]],
     }
 
@@ -152,7 +174,9 @@ def compare(name: str, make: Callable[[], Scenario], folder: Path) -> dict:
 def run_ours(scenario: Scenario, folder: Path, generation) -> tuple[dict, list, str]:
     settings = settings_of(scenario) | scenario.node_settings
     args = trl_multinode.GRPOConfig(output_dir=str(folder), rollout_seed=5, **settings)
-    with mock.patch.object(grpo_trainer, "VLLMGeneration", generation or grpo_trainer.VLLMGeneration):
+    with mock.patch.object(
+        grpo_trainer, "VLLMGeneration", generation or grpo_trainer.VLLMGeneration
+    ):
         trainer = build(trl_multinode.GRPOTrainer, scenario, args)
     calls, engine = [], "none"
     if trainer.host is not None:
@@ -241,7 +265,8 @@ def metric_differences(ours: list[dict], theirs: list[dict]) -> dict[str, float]
     for mine, its in zip(ours, theirs, strict=True):
         for key, value in its.items():
             if isinstance(value, int | float) and not of_the_clock(key) and key in mine:
-                same = mine[key] == value or (mine[key] != mine[key] and value != value)  # or both are NaN
+                # or both are NaN
+                same = mine[key] == value or (mine[key] != mine[key] and value != value)
                 relative = 0.0 if same else abs(mine[key] - value) / max(abs(mine[key]), abs(value))
                 worst[key] = max(worst.get(key, 0.0), relative)
     return worst

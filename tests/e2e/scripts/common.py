@@ -24,7 +24,9 @@ class Recorder:
         self.rows: list[list] = []
 
     def __call__(self, prompts, completion_ids, **_):
-        self.rows += [[prompt, list(ids)] for prompt, ids in zip(prompts, completion_ids, strict=True)]
+        self.rows += [
+            [prompt, list(ids)] for prompt, ids in zip(prompts, completion_ids, strict=True)
+        ]
         return [float(len(set(ids))) for ids in completion_ids]
 
 
@@ -33,7 +35,9 @@ def make_trainer(
     **settings,
 ) -> GRPOTrainer:  # fmt: skip
     peft_config = settings.pop("peft_config", None)
-    keywords = {name: settings.pop(name) for name in ("tools", "environment_factory") if name in settings}
+    keywords = {
+        name: settings.pop(name) for name in ("tools", "environment_factory") if name in settings
+    }
     tokenizer = settings.pop("processing_class", None) or tiny_tokenizer()
     args = GRPOConfig(
         output_dir=folder,

@@ -47,13 +47,17 @@ class Rounds(Recorder):
             generation = self.trainer.vllm_generation
             rows = [[p, list(ids)] for p, ids in zip(prompts, completion_ids, strict=True)]
             self.stop(self.trainer.state.global_step)
-            self.rounds.append({"step": self.trainer.state.global_step, "lag": generation.lag, "rows": rows})
+            self.rounds.append(
+                {"step": self.trainer.state.global_step, "lag": generation.lag, "rows": rows}
+            )
         return [sum(token < 150 for token in ids) / len(ids) for ids in completion_ids]
 
     def stop(self, step: int) -> None:
         for rank, when, name, target in self.signals:
             if when == step and rank == RANK:
-                os.kill(os.getppid() if target == "launcher" else os.getpid(), getattr(signal, name))
+                os.kill(
+                    os.getppid() if target == "launcher" else os.getpid(), getattr(signal, name)
+                )
         if any(when == step for _, when, *_ in self.signals):
             time.sleep(self.slow)
         if self.fill == step and RANK == 0:
@@ -73,13 +77,19 @@ class Record(TrainerCallback):
         self.name, self.rounds, self.kill_at = name, rounds, kill_at
 
     def on_log(self, args, state, control, **_):
-        steps = {entry["step"]: [entry["loss"], entry["grad_norm"]] for entry in state.log_history if "loss" in entry}
+        steps = {
+            entry["step"]: [entry["loss"], entry["grad_norm"]]
+            for entry in state.log_history
+            if "loss" in entry
+        }
         write_result(
             folder,
             self.name,
             rounds=self.rounds.rounds,
             steps=steps,
-            left_over=[thread.name for thread in threading.enumerate() if thread.name == "open-groups"],
+            left_over=[
+                thread.name for thread in threading.enumerate() if thread.name == "open-groups"
+            ],
             difference=self.rounds.trainer._monitor.last,
             counters=counters(self.rounds.trainer.model_wrapped),
             rehearsed=self.rounds.trainer.rehearsed,
@@ -93,7 +103,12 @@ class Record(TrainerCallback):
 def counters(engine) -> dict:
     """DeepSpeed's numbers and flags; autograd counts all backward passes of the process."""
     zero = engine.optimizer
-    found = [vars(engine), vars(zero), vars(zero._backward_hook_state), {"loss_scale": zero.loss_scale}]
+    found = [
+        vars(engine),
+        vars(zero),
+        vars(zero._backward_hook_state),
+        {"loss_scale": zero.loss_scale},
+    ]
     return {
         name: value for part in found for name, value in part.items()
         if isinstance(value, int | float | bool) and "graph_task_id" not in name

@@ -74,7 +74,8 @@ def generate_slowly_on_rank_2(trainer) -> None:
 
 
 if case == "small_dataset":
-    model = str(Path(folder) / "model")  # a config without weights: whoever opened a weights file would say that
+    # a config without weights: whoever opened a weights file would say that
+    model = str(Path(folder) / "model")
     tiny_qwen2().config.save_pretrained(model)
     make_trainer(model, Recorder(), folder, prompts[:2], **settings)
 elif case == "shuffled":
@@ -110,7 +111,9 @@ elif case == "nan":
     trainer.add_callback(Poison())
     trainer.train()
 else:
-    trainer = make_trainer(tiny_qwen2(), Recorder(), folder, prompts, vllm_max_model_length=40, **settings)
+    trainer = make_trainer(
+        tiny_qwen2(), Recorder(), folder, prompts, vllm_max_model_length=40, **settings
+    )
     trainer.vllm_generation.sync_weights()
     rows = ["1 + 2 ="] * 4 if RANK != 2 else ["long " * 20] * 4
     with trainer.host.watch.guard():

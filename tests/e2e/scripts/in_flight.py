@@ -41,7 +41,8 @@ class Rounds:
 
     def __init__(self):
         self.rounds: list[dict] = []
-        self.trained: dict[int, list[str]] = {}  # before optimizer step -> prompt of each row of its losses
+        # before optimizer step -> prompt of each row of its losses
+        self.trained: dict[int, list[str]] = {}
 
     def __call__(self, prompts, completions, completion_ids, **_):
         generation = self.trainer.vllm_generation
@@ -67,7 +68,9 @@ class Rounds:
         def recorded(model, inputs, *args, **kwargs):
             if torch.is_grad_enabled():
                 rows = zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
-                prompts = [self.trainer.processing_class.decode(ids[mask.bool()]) for ids, mask in rows]
+                prompts = [
+                    self.trainer.processing_class.decode(ids[mask.bool()]) for ids, mask in rows
+                ]
                 self.trained.setdefault(self.trainer.state.global_step, []).extend(prompts)
             return compute_loss(model, inputs, *args, **kwargs)
 
@@ -101,7 +104,9 @@ def compared(trainer, output: dict) -> list:
     trainer.vllm_generation, trainer.compares = generation, False
     assert expected.keys() == output.keys()
     different = [
-        name for name, value in expected.items() if isinstance(value, torch.Tensor) and not value.equal(output[name])
+        name
+        for name, value in expected.items()
+        if isinstance(value, torch.Tensor) and not value.equal(output[name])
     ]
     losses = []
     for tensors in (expected, output):
@@ -127,7 +132,9 @@ class Record(TrainerCallback):
             log=state.log_history,
             compared=trainer.found,
             spot_check=trainer._monitor.last,
-            rows_left=trainer.host.updates.ahead_engines.rows_left if trainer.host.updates.ahead_engines else 0,
+            rows_left=trainer.host.updates.ahead_engines.rows_left
+            if trainer.host.updates.ahead_engines
+            else 0,
         )
 
 
@@ -141,7 +148,8 @@ def kill(trainer, where: str, step: int) -> None:
             if trainer.state.global_step == step:
                 if where == "begin":
                     method(*args, **kwargs)
-                    while not trainer.vllm_generation.rounds.groups.rows_under_way:  # the engine gets them soon
+                    # the engine gets them soon
+                    while not trainer.vllm_generation.rounds.groups.rows_under_way:
                         time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
             return method(*args, **kwargs)
@@ -173,19 +181,28 @@ def run(
     **settings,
 ) -> None:
     rounds = Rounds()
-    sampling = {"allowed_token_ids": [1, *range(100, 99 + mean)], "ignore_eos": ignore_eos, "min_tokens": min_tokens}
+    sampling = {
+        "allowed_token_ids": [1, *range(100, 99 + mean)],
+        "ignore_eos": ignore_eos,
+        "min_tokens": min_tokens,
+    }
     unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
     texts = [f"{i} + {i + 1} =" for i in range(prompts)]
     if tools or environment:
         tokenizer = tool_tokenizer()
         words = list(range(100, 99 + mean))
-        sampling["allowed_token_ids"] = [*tokenizer.convert_tokens_to_ids([CALL, DONE, TURN_END]), *words]
+        sampling["allowed_token_ids"] = [
+            *tokenizer.convert_tokens_to_ids([CALL, DONE, TURN_END]),
+            *words,
+        ]
         texts = [[{"role": "user", "content": text}] for text in texts]
         agent = {"environment_factory": Adder} if environment else {"tools": [add]}
         settings |= agent | {"processing_class": tokenizer}
     if lora:
         targets = ["q_proj", "v_proj", "down_proj"]
-        settings["peft_config"] = LoraConfig(r=4, lora_alpha=8, use_rslora=True, target_modules=targets)
+        settings["peft_config"] = LoraConfig(
+            r=4, lora_alpha=8, use_rslora=True, target_modules=targets
+        )
     trainer = make_trainer(
         tool_model(7.75 if tools else 8.0, words) if tools or environment else tiny_qwen2(tied=False),
         rounds, f"{folder}/{output}", texts,
@@ -217,6 +234,8 @@ for job in json.loads(jobs_json):
         from in_flight_losses import compare as compare_losses
 
         texts = [f"{i} + {i + 1} =" for i in range(job["prompts"])]
-        write_result(folder, "losses", **compare_losses(Path(folder), Dataset.from_dict({"prompt": texts})))
+        write_result(
+            folder, "losses", **compare_losses(Path(folder), Dataset.from_dict({"prompt": texts}))
+        )
     else:
         run(**job)

@@ -50,7 +50,10 @@ def spy_on_gradients() -> Iterator[list[torch.Tensor]]:
     found, step = [], DeepSpeedEngine.step  # accelerate calls it at the end of the last backward
 
     def spied(engine, *args, **kwargs):
-        parts = [safe_get_full_grad(parameter).flatten().float() for parameter in engine.module.parameters()]
+        parts = [
+            safe_get_full_grad(parameter).flatten().float()
+            for parameter in engine.module.parameters()
+        ]
         found.append(torch.cat(parts))
         return step(engine, *args, **kwargs)
 
@@ -92,17 +95,27 @@ def compare(folder: Path, dataset) -> dict:
         ours, calls, _ = run_ours(scenario(), folder / "losses-ours", None)
     unset_hf_deepspeed_config()
     with spy_on_gradients() as its:
-        theirs = run_trls(scenario(), folder / "losses-trl", type("Rows", (Replay,), {"calls": calls}))
+        theirs = run_trls(
+            scenario(), folder / "losses-trl", type("Rows", (Replay,), {"calls": calls})
+        )
     norms = [float(gradient.norm()) for gradient in its]
     return {
         "steps": STEPS,
         "prompts": prompts,
         "versions": versions,
         "norms": norms,
-        "differences": [float((a - b).norm()) / n for a, b, n in zip(mine, its, norms, strict=True)],
-        "losses": [[log["loss"] for log in each["logs"] if "loss" in log] for each in (ours, theirs)],
+        "differences": [
+            float((a - b).norm()) / n for a, b, n in zip(mine, its, norms, strict=True)
+        ],
+        "losses": [
+            [log["loss"] for log in each["logs"] if "loss" in log] for each in (ours, theirs)
+        ],
         "micro_steps": [log.get("balance/micro_steps", 0) for log in ours["logs"] if "loss" in log],
-        "ratios": [log["sampling/importance_sampling_ratio/mean"] for log in theirs["logs"] if "loss" in log],
+        "ratios": [
+            log["sampling/importance_sampling_ratio/mean"]
+            for log in theirs["logs"]
+            if "loss" in log
+        ],
         "not_taken": len(taken),
     }
 
@@ -120,7 +133,13 @@ def record(trainer, taken: list, prompts: list, versions: list) -> None:
         rows = take(*args)
         taken.append([dict(row) for row in rows])
         prompts.extend(row["prompt"] for row in rows)
-        versions.append([len(row.versions) for group in trainer.vllm_generation.rounds.taken for row in group.rows])
+        versions.append(
+            [
+                len(row.versions)
+                for group in trainer.vllm_generation.rounds.taken
+                for row in group.rows
+            ]
+        )
         return rows
 
     trainer.vllm_generation.take_groups = recorded

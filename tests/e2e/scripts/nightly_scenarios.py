@@ -76,7 +76,12 @@ def reward_model():
 @scenario
 def rewards(folder: Path) -> Scenario:
     """Several reward functions with weights: plain, async, one that does not apply to every row, and a model."""
-    made = Scenario({"reward_weights": [1.0, 0.5, 2.0, 0.25], "multi_objective_aggregation": "normalize_then_sum"})
+    made = Scenario(
+        {
+            "reward_weights": [1.0, 0.5, 2.0, 0.25],
+            "multi_objective_aggregation": "normalize_then_sum",
+        }
+    )
     made.reward_funcs = [distinct, slow_to_answer, none_for_every_third, reward_model()]
     made.keywords = {"reward_processing_classes": [None, None, None, made.tokenizer]}
     return made
@@ -104,7 +109,10 @@ def conversations(folder: Path) -> Scenario:
     """Chats through a template, completions in the log, a user's callback."""
     counter = Counter()
     made = Scenario(
-        {"log_completions": True, "num_completions_to_print": 1}, tool_model(), tool_tokenizer(), remainder
+        {"log_completions": True, "num_completions_to_print": 1},
+        tool_model(),
+        tool_tokenizer(),
+        remainder,
     )
     made.dataset = chats()
     made.keywords = {"callbacks": [counter]}
@@ -119,8 +127,12 @@ def conversations(folder: Path) -> Scenario:
 def trackers(folder: Path) -> Scenario:
     """TensorBoard and trackio get TRL's numbers."""
     project = f"arm-{uuid.uuid4().hex}"  # forked launches share trackio's folder
-    made = Scenario({"report_to": ["tensorboard", "trackio"], "project": project, "trackio_space_id": None})
-    made.observe = lambda trainer: tracked(Path(trainer.args.output_dir), project) if RANK == 0 else {}
+    made = Scenario(
+        {"report_to": ["tensorboard", "trackio"], "project": project, "trackio_space_id": None}
+    )
+    made.observe = lambda trainer: (
+        tracked(Path(trainer.args.output_dir), project) if RANK == 0 else {}
+    )
     return made
 
 
@@ -129,7 +141,9 @@ def tracked(output_dir: Path, project: str) -> dict:
     [run] = SQLiteStorage.get_runs(project)
     logs = SQLiteStorage.get_logs(project, run)
     return {
-        "tensorboard": [value.simple_value for value in scalars(output_dir) if value.tag == "train/reward"],
+        "tensorboard": [
+            value.simple_value for value in scalars(output_dir) if value.tag == "train/reward"
+        ],
         "trackio": [log["train/reward"] for log in logs if "train/reward" in log],
     }
 
@@ -146,8 +160,12 @@ def scalars(output_dir: Path):
 
 @scenario
 def environments(folder: Path) -> Scenario:
-    made = Scenario(TOOL_SETTINGS, tool_model(), tool_tokenizer(), [], chats(), {"environment_factory": Adder})
-    made.observe = lambda trainer: {"sums": [environment.sum for environment in trainer.environments]}
+    made = Scenario(
+        TOOL_SETTINGS, tool_model(), tool_tokenizer(), [], chats(), {"environment_factory": Adder}
+    )
+    made.observe = lambda trainer: {
+        "sums": [environment.sum for environment in trainer.environments]
+    }
     return made
 
 
@@ -162,13 +180,18 @@ def iterable_dataset(folder: Path) -> Scenario:
 def streamed_dataset(folder: Path) -> Scenario:
     """From a file on disk, row by row, with columns that the reward gets."""
     path = folder / f"rows{RANK}.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{i} =", "answer": i}) + "\n" for i in range(64)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{i} =", "answer": i}) + "\n" for i in range(64))
+    )
     stream = load_dataset("json", data_files=str(path), split="train", streaming=True)
     return Scenario(reward_funcs=near_the_answer, dataset=stream)
 
 
 def near_the_answer(completion_ids, answer, **_):
-    return [-abs(len(ids) - number % 10) * 1.0 for ids, number in zip(completion_ids, answer, strict=True)]
+    return [
+        -abs(len(ids) - number % 10) * 1.0
+        for ids, number in zip(completion_ids, answer, strict=True)
+    ]
 
 
 @scenario
@@ -227,9 +250,16 @@ def with_first_batch_kept(trainer) -> None:
 def compared_with_autograd(trainer) -> dict:
     """The first step against log-probs over the whole vocabulary, differentiated; on all ranks."""
     first, (before, after) = trainer.batches[0], weights_of(trainer)[:2]
-    error = (reference_gradient(first) - (before - after) / trainer.args.learning_rate).abs().max().item()
+    error = (
+        (reference_gradient(first) - (before - after) / trainer.args.learning_rate)
+        .abs()
+        .max()
+        .item()
+    )
     ratios = torch.cat([batch["importance_sampling_ratio"].flatten() for batch in trainer.batches])
-    print(f"gradient off by {error:.1e}, ratios {ratios.min():.5f} to {ratios.max():.5f}", flush=True)
+    print(
+        f"gradient off by {error:.1e}, ratios {ratios.min():.5f} to {ratios.max():.5f}", flush=True
+    )
     lengths = {len(text) for text in trainer._logs["completion"]}
     return texts(trainer) | {
         "gradient_is_the_reference": error < 1e-5,
@@ -239,7 +269,9 @@ def compared_with_autograd(trainer) -> dict:
 
 
 def weights_of(trainer) -> list[torch.Tensor]:
-    (kept,) = (callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Weights))
+    (kept,) = (
+        callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Weights)
+    )
     return kept.steps
 
 
@@ -300,12 +332,18 @@ def pictures(folder: Path) -> Scenario:
     found = model_for("idefics3")
     found.processing_class.chat_template = TEMPLATE
     random = np.random.default_rng(0)
-    images = [Picture.fromarray(random.integers(0, 256, (30 + i, 50, 3), dtype=np.uint8)) for i in range(32)]
+    images = [
+        Picture.fromarray(random.integers(0, 256, (30 + i, 50, 3), dtype=np.uint8))
+        for i in range(32)
+    ]
     columns = {
         "prompt": [[{"role": "user", "content": f"{i} is"}] for i in range(32)],
         "images": [images[i : i + 2] if i % 2 else [] for i in range(32)],
     }
-    features = {"prompt": [{"role": Value("string"), "content": Value("string")}], "images": List(Image())}
+    features = {
+        "prompt": [{"role": Value("string"), "content": Value("string")}],
+        "images": List(Image()),
+    }
     made = Scenario(
         {
             "trust_remote_code": True, "generation_kwargs": {"allowed_token_ids": list(range(258))},

@@ -19,7 +19,9 @@ from trl_multinode.saving import pushing
 folder, kind, token = sys.argv[1:]
 pushing.WAITS_S = (0.1, 0.2, 0.3)
 out = Path(folder) / kind
-config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]) if kind == "lora" else None
+config = (
+    LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]) if kind == "lora" else None
+)
 trainer = make_trainer(
     f"{folder}/model", Recorder(), str(out), [f"{i} =" for i in range(32)], peft_config=config, push_to_hub=True,
     hub_strategy="every_save", hub_token=token, save_strategy="steps", save_steps=2, max_steps=2, learning_rate=0.01,

@@ -81,14 +81,20 @@ def watch_rows(rows: Rows) -> None:
 
     def watched(*args):
         moment, number = (
-            ("generate", rows.trained) if rows.trainer.model.training else ("eval", rows.trainer.host.step())
+            ("generate", rows.trained)
+            if rows.trainer.model.training
+            else ("eval", rows.trainer.host.step())
         )
         calls[moment, number] = calls.get((moment, number), 0) + 1
         due = [
-            d for d in rows.deaths if d["moment"] == f"{moment}@{number}" and d.get("call", 1) == calls[moment, number]
+            d
+            for d in rows.deaths
+            if d["moment"] == f"{moment}@{number}" and d.get("call", 1) == calls[moment, number]
         ]
         if due and RANK == KILLER:
-            threading.Thread(target=kill_later, args=(rows, moment, number, engines), daemon=True).start()
+            threading.Thread(
+                target=kill_later, args=(rows, moment, number, engines), daemon=True
+            ).start()
         return generate(*args)
 
     engines.generate = watched
@@ -97,7 +103,8 @@ def watch_rows(rows: Rows) -> None:
 
         def begun(version):
             resumed = begin_following(version)
-            wait_until(lambda: ahead.rows_left > 0, ROWS_LIMIT_S)  # on a busy machine they may be done already
+            # on a busy machine they may be done already
+            wait_until(lambda: ahead.rows_left > 0, ROWS_LIMIT_S)
             rows.kill("ahead", rows.trained)
             return resumed
 
@@ -109,7 +116,10 @@ def more_turns_on_even_ranks(prompts, trainer) -> dict:
     ids = trainer.processing_class(text=prompts)["input_ids"]
     generate = trainer.vllm_generation.generate
     _, completions, logprobs, _ = generate(prompts=ids, images=None, num_generations=4)
-    completions, logprobs = [list(c) for c in completions], [[top[0] for top in row] for row in logprobs]
+    completions, logprobs = (
+        [list(c) for c in completions],
+        [[top[0] for top in row] for row in logprobs],
+    )
     for _ in range(0 if RANK % 2 else 2):
         longer = [prompt + completion for prompt, completion in zip(ids, completions, strict=True)]
         _, more, theirs, _ = generate(prompts=longer, images=None, num_generations=1)
@@ -138,7 +148,9 @@ def watch_buckets(rows: Rows) -> None:
     source.gathering = begun
 
 
-def run(name: str, deaths: list[dict], eval_prompts: int = 0, slow_restart: float = 0.0, **settings) -> None:
+def run(
+    name: str, deaths: list[dict], eval_prompts: int = 0, slow_restart: float = 0.0, **settings
+) -> None:
     engine = os.environ.get(HOOK, "")
     if slow_restart:  # a restart reads the variable
         os.environ[HOOK] = " ".join((engine, *Faults().slow_restart(slow_restart).words))
@@ -153,7 +165,12 @@ def run(name: str, deaths: list[dict], eval_prompts: int = 0, slow_restart: floa
     if settings.pop("turns", False):
         common.GRPOTrainer = partial(GRPOTrainer, rollout_func=more_turns_on_even_ranks)
     trainer = make_trainer(
-        model, rows, f"{folder}/run-{name}", [f"{i} + {i + 1} =" for i in range(32)], more, **settings
+        model,
+        rows,
+        f"{folder}/run-{name}",
+        [f"{i} + {i + 1} =" for i in range(32)],
+        more,
+        **settings,
     )
     rows.trainer, common.GRPOTrainer = trainer, GRPOTrainer
     watch_rows(rows)
@@ -164,7 +181,9 @@ def run(name: str, deaths: list[dict], eval_prompts: int = 0, slow_restart: floa
         folder,
         name,
         rounds=rows.rounds,
-        losses=[[entry["loss"], entry["reward"], entry["grad_norm"]] for entry in log if "loss" in entry],
+        losses=[
+            [entry["loss"], entry["reward"], entry["grad_norm"]] for entry in log if "loss" in entry
+        ],
         restarts=[entry.get("engine/restarts") for entry in log if "loss" in entry],
         evals=[entry["eval_reward"] for entry in log if "eval_reward" in entry],
         left=len(rows.deaths),

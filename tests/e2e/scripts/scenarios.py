@@ -43,14 +43,20 @@ def train_with(callback: AtSteps):
 
 
 def chats(rows: int = 32) -> Dataset:
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{i} + {i + 1}"}] for i in range(rows)]})
+    return Dataset.from_dict(
+        {"prompt": [[{"role": "user", "content": f"{i} + {i + 1}"}] for i in range(rows)]}
+    )
 
 
 @scenario
 def losses(folder: Path) -> Scenario:
     """A loss per step."""
     callback = AtSteps(lambda trainer, step: setattr(trainer, "loss_type", LOSSES[step]))
-    settings = {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate", "max_steps": len(LOSSES)}
+    settings = {
+        "loss_type": "vespo",
+        "vllm_importance_sampling_mode": "token_truncate",
+        "max_steps": len(LOSSES),
+    }
     return Scenario(settings, keywords={"callbacks": [callback]}, run=train_with(callback))
 
 
@@ -58,8 +64,14 @@ def losses(folder: Path) -> Scenario:
 def reference_model(folder: Path) -> Scenario:
     """`beta > 0`, and the reference follows the policy at every step."""
     model = tiny_qwen2()
-    model.config._name_or_path = str(folder.parent / "reference")  # from where TRL loads the reference
-    settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_mixup_alpha": 0.5, "ref_model_sync_steps": 1}
+    # from where TRL loads the reference
+    model.config._name_or_path = str(folder.parent / "reference")
+    settings = {
+        "beta": 0.1,
+        "sync_ref_model": True,
+        "ref_model_mixup_alpha": 0.5,
+        "ref_model_sync_steps": 1,
+    }
     return Scenario(settings, model=model)
 
 
@@ -81,7 +93,11 @@ def turns(completions, **_):
     return [float(len(completion)) for completion in completions]
 
 
-TOOL_SETTINGS = {"max_completion_length": 300, "max_tool_calling_iterations": 3, "learning_rate": 1e-3}
+TOOL_SETTINGS = {
+    "max_completion_length": 300,
+    "max_tool_calling_iterations": 3,
+    "learning_rate": 1e-3,
+}
 
 
 @scenario
@@ -121,11 +137,18 @@ def two_turns(prompts, trainer) -> dict:
     generate = trainer.vllm_generation.generate
     seeds = getattr(trainer.vllm_generation, "seeds", None)  # TRL's arm has none
     assert seeds is None or seeds.num_rows == len(prompts)
-    _, completions, logprobs, _ = generate(prompts=ids, images=None, num_generations=trainer.num_generations)
-    completions, logprobs = [list(c) for c in completions], [[top[0] for top in row] for row in logprobs]
+    _, completions, logprobs, _ = generate(
+        prompts=ids, images=None, num_generations=trainer.num_generations
+    )
+    completions, logprobs = (
+        [list(c) for c in completions],
+        [[top[0] for top in row] for row in logprobs],
+    )
     masks = [[1] * len(completion) for completion in completions]
     for _ in range(1 + RANK):
-        longer = [prompt + completion + word for prompt, completion in zip(ids, completions, strict=True)]
+        longer = [
+            prompt + completion + word for prompt, completion in zip(ids, completions, strict=True)
+        ]
         _, more, their_logprobs, _ = generate(prompts=longer, images=None, num_generations=1)
         for row, new in enumerate(more):
             completions[row] += word + list(new)
@@ -169,7 +192,9 @@ def evaluation(folder: Path) -> Scenario:
         "eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 4,
         "max_steps": 4,
     })  # fmt: skip
-    made.keywords = {"eval_dataset": Dataset.from_dict({"prompt": [f"{i} - 1 =" for i in range(8)]})}
+    made.keywords = {
+        "eval_dataset": Dataset.from_dict({"prompt": [f"{i} - 1 =" for i in range(8)]})
+    }
     return made
 
 

@@ -14,7 +14,8 @@ from common import Recorder, make_trainer, write_result
 from multinode_kit.models import tiny_qwen2
 from trl_multinode import MultiNodeGRPOConfig
 
-os.environ["HF_TOKEN"] = os.environ["TEST_TOKEN"]  # not in the launch: imports read it, and forked ranks share theirs
+# not in the launch: imports read it, and forked ranks share theirs
+os.environ["HF_TOKEN"] = os.environ["TEST_TOKEN"]
 folder, config = sys.argv[1:]
 settings = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_steps": 2}
 if config == "plain":
@@ -29,7 +30,9 @@ else:
     if config == "ours":  # a checkpoint, in which no token may be
         settings |= {"hub_token": os.environ["HF_TOKEN"], "save_strategy": "steps", "save_steps": 2}
 recorder = Recorder()
-trainer = make_trainer(tiny_qwen2(tied=False), recorder, folder, [f"{i} =" for i in range(32)], **settings)
+trainer = make_trainer(
+    tiny_qwen2(tied=False), recorder, folder, [f"{i} =" for i in range(32)], **settings
+)
 trainer.train()
 write_result(
     folder,
@@ -38,10 +41,14 @@ write_result(
     version=trainer.vllm_generation.version.update,
     difference=trainer._monitor.last,
     limit=trainer._monitor.limit,
-    nan_shares=[entry["logprobs/nan_share"] for entry in trainer.state.log_history if "loss" in entry],
+    nan_shares=[
+        entry["logprobs/nan_share"] for entry in trainer.state.log_history if "loss" in entry
+    ],
     rows=len(recorder.rows),
     micro_steps=[
-        entry["balance/micro_steps"] for entry in trainer.state.log_history if "balance/micro_steps" in entry
+        entry["balance/micro_steps"]
+        for entry in trainer.state.log_history
+        if "balance/micro_steps" in entry
     ],
     losses=[entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry],
 )

@@ -28,10 +28,14 @@ version = WeightVersion()
 def difference(forward, engines) -> float:
     """Largest |engine - trainer| log-prob of the probe; the forward is for all ranks."""
     ids = torch.tensor([TOKENS])
-    expected = forward(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    expected = (
+        forward(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    )
     if engines is None or version.update == 0:
         return 9.0
-    return (torch.from_numpy(engines[0].score(TOKENS).logprobs.copy()) - expected).abs().max().item()
+    return (
+        (torch.from_numpy(engines[0].score(TOKENS).logprobs.copy()) - expected).abs().max().item()
+    )
 
 
 def check(kind: str, engines, tied: bool) -> dict:
@@ -43,7 +47,14 @@ def check(kind: str, engines, tied: bool) -> dict:
     sync = WeightSync(source, engines, 40_000)
     found: dict = {"stale": [], "fresh": [], "buckets": len(sync.buckets)}
     for _ in range(5):
-        step(torch.randint(2, 300, (1, 32), generator=torch.Generator().manual_seed(version.update * WORLD + RANK)))
+        step(
+            torch.randint(
+                2,
+                300,
+                (1, 32),
+                generator=torch.Generator().manual_seed(version.update * WORLD + RANK),
+            )
+        )
         found["stale"].append(difference(forward, engines))
         version = WeightVersion(version.update + 1, version.update + 1)
         dist.barrier()

@@ -45,7 +45,9 @@ def isolation(trainer) -> dict:
     dist.all_gather_object(everyone, mine)
     others = [path for path in everyone if path != mine]
     maps = Path("/proc/self/maps").read_text()
-    slots = sorted({line.split()[-2] for line in maps.splitlines() if "/dev/shm/trl_multinode_" in line})
+    slots = sorted(
+        {line.split()[-2] for line in maps.splitlines() if "/dev/shm/trl_multinode_" in line}
+    )
     return {
         "engine_pid": engines[0].ready.pid,
         "folder": mine,
@@ -130,14 +132,21 @@ def link_bytes(trainer) -> dict:
         generate_once(trainer, tokens)
         middle, during = time.monotonic(), counters()
         time.sleep(middle - start)
-        result[f"bytes_{tokens}"], result[f"bytes_idle_{tokens}"] = during - before, counters() - during
+        result[f"bytes_{tokens}"], result[f"bytes_idle_{tokens}"] = (
+            during - before,
+            counters() - during,
+        )
         result[f"seconds_{tokens}"] = middle - start
     return result
 
 
 def counters() -> int:
     statistics = Path("/sys/class/net/eth0/statistics")
-    return sum(int((statistics / name).read_text()) for name in ("rx_bytes", "tx_bytes")) if statistics.exists() else 0
+    return (
+        sum(int((statistics / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
+        if statistics.exists()
+        else 0
+    )
 
 
 def until_killed(trainer) -> None:

@@ -50,7 +50,8 @@ CALLS: dict[str, tuple[Callable[[], dict], dict]] = {
 }  # fmt: skip
 # Settings of node mode that must not change what TRL computes
 OF_NODE_MODE = {"GMPO": {"micro_batch_tokens": 64, "rehearse_longest": True}}
-CHECKPOINT = dict.fromkeys(CALLS, 3) | {"GOLD": 2}  # to resume from; GOLD's is one at which weights are sent
+# to resume from; GOLD's is one at which weights are sent
+CHECKPOINT = dict.fromkeys(CALLS, 3) | {"GOLD": 2}
 NOT_CLOSED = "RLOO"  # dropped when it has resumed; the next trainer ends its engines
 dropped: list[int] = []  # pids of its engines
 GENERATES_IN_EVALUATION = ("RLOO", "Distillation", "SDFT", "SDPO", "GMPO", "ServerDistillation")
@@ -73,7 +74,8 @@ def train(trainer, resume: str | None = None) -> dict:
     set_seed(3)  # TRL shuffles a round's rows among its micro-batches
     trainer.train(resume_from_checkpoint=resume)
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    texts = getattr(trainer, "_logs", getattr(trainer, "_textual_logs", {"prompt": []}))  # gathered from all ranks
+    # gathered from all ranks
+    texts = getattr(trainer, "_logs", getattr(trainer, "_textual_logs", {"prompt": []}))
     logs = {name: [entry[name] for entry in steps] for name in ("loss", "grad_norm")}
     return logs | {"texts": len(texts["prompt"])}
 
@@ -89,7 +91,11 @@ def on_our_engines(name: str) -> tuple[dict, list]:
     def recorded(**keywords):
         found = generate(**keywords)
         calls.append(
-            [keywords["prompts"], *(found[1:2]), *(part and [list(row) for row in part] for part in found[2:])]
+            [
+                keywords["prompts"],
+                *(found[1:2]),
+                *(part and [list(row) for row in part] for part in found[2:]),
+            ]
         )
         versions.append([row.version.update for row in generation.rows])
         return found
@@ -98,7 +104,9 @@ def on_our_engines(name: str) -> tuple[dict, list]:
         logs = train(trainer)
     result = logs | {
         "world": trainer.accelerator.num_processes,
-        "metrics": sorted({key for entry in trainer.state.log_history if "loss" in entry for key in entry}),
+        "metrics": sorted(
+            {key for entry in trainer.state.log_history if "loss" in entry for key in entry}
+        ),
         "sharded": all(parameter.numel() == 0 for parameter in trainer.model.parameters()),
         "versions": versions,
         "dropped_run": dropped_run,
@@ -185,7 +193,9 @@ class Replay:
 def on_trls_own(name: str, calls: list) -> dict:
     """TRL's class, which builds a `Replay` where it would build its `VLLMGeneration`."""
     theirs = getattr(trl_multinode, f"{name}Trainer")._trl
-    home = trl if hasattr(trl, f"{name}Trainer") else sys.modules[theirs.__module__.rpartition(".")[0]]
+    home = (
+        trl if hasattr(trl, f"{name}Trainer") else sys.modules[theirs.__module__.rpartition(".")[0]]
+    )
     code = getattr(trl_multinode, f"{name}Trainer")._code()
     where = code if hasattr(code, "VLLMGeneration") else vllm_generation
     with mock.patch.object(where, "VLLMGeneration", lambda **_: Replay(calls)):  # noqa: PT008

@@ -47,11 +47,19 @@ class Logged(TrainerCallback):
 
     def on_log(self, args, state, control, logs, **_):
         if "rewards/all_nan_rows" in logs:
-            print("LOGGED " + json.dumps([state.global_step, logs["rewards/all_nan_rows"]]), flush=True)
+            print(
+                "LOGGED " + json.dumps([state.global_step, logs["rewards/all_nan_rows"]]),
+                flush=True,
+            )
 
 
 prompts = [f"{i} + {i + 1} =" for i in range(64)]
-settings = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_steps": 5, "call_timeout": 6.0}
+settings = {
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-3,
+    "max_steps": 5,
+    "call_timeout": 6.0,
+}
 trainer = make_trainer(tiny_qwen2(), [plain, judged], sys.argv[1], prompts, **settings)
 trainer.add_callback(Logged())
 trainer.train()

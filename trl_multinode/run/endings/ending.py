@@ -56,7 +56,9 @@ class Ending:
     def write(self, fatal: Fatal) -> None:
         """Write the file of a run that failed."""
         place = self._place()
-        continues = None if self.resumes is None else self.resumes and place["checkpoint"] is not None
+        continues = (
+            None if self.resumes is None else self.resumes and place["checkpoint"] is not None
+        )
         end = {"code": fatal.code, "cause": fatal.line, "continues": continues}
         or_default(lambda: self._write({**place, **end}), None)
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 FRAMEWORKS = {"trl_multinode", "trl", "transformers", "accelerate"}
 REWARDS = "_calculate_rewards"  # TRL's method that calls the reward functions
-GUARD = "trl_multinode.run.watch.watchdog"  # its frame stands above those of the code that it guards
+GUARD = (
+    "trl_multinode.run.watch.watchdog"  # its frame stands above those of the code that it guards
+)
 _paths = sysconfig.get_paths()
 INSTALLED = tuple({_paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -24,7 +26,9 @@ def is_users(error: BaseException) -> bool:
             continue
         if package in FRAMEWORKS and not module.startswith("trl.rewards"):
             below_framework = True
-        elif below_framework and (is_own(path, package) or (previous == REWARDS and is_other(package))):
+        elif below_framework and (
+            is_own(path, package) or (previous == REWARDS and is_other(package))
+        ):
             return True
         previous = function
     return not below_framework

@@ -28,7 +28,9 @@ class RankActivity:
             Function of a phase's name that returns what is left in it.
     """
 
-    def __init__(self, phases: Phases, meeting: Meeting, step: Callable[[], int], left: Callable[[str], str]):
+    def __init__(
+        self, phases: Phases, meeting: Meeting, step: Callable[[], int], left: Callable[[str], str]
+    ):
         self._phases = phases
         self._meeting = meeting
         self._step = step

@@ -82,7 +82,9 @@ class Beats:
             Function that returns what this rank does. It must not wait and not touch a disk.
     """
 
-    def __init__(self, topology: Topology, watch: Watchdog, limits: Limits, activity: Callable[[], Activity]):
+    def __init__(
+        self, topology: Topology, watch: Watchdog, limits: Limits, activity: Callable[[], Activity]
+    ):
         self._topology = topology
         self._watch = watch
         self._limits = limits
@@ -95,9 +97,12 @@ class Beats:
         self._written: tuple[Activity | None, float] = (None, 0.0)  # in this rank's slot, and when
         self._forgiven = self._last_call  # silence counts from here at the earliest
         self._next_beat = 0.0
-        self._work: dict[int, tuple[int, float]] = {}  # of silent ranks: work, time at which it last changed
+        # of silent ranks: work, time at which it last changed
+        self._work: dict[int, tuple[int, float]] = {}
         self._local = NodeJudge(topology, limits)
-        self._run = RunJudge(topology, limits) if topology.node in (0, topology.num_nodes - 1) else None
+        self._run = (
+            RunJudge(topology, limits) if topology.node in (0, topology.num_nodes - 1) else None
+        )
         if limits.heartbeat_s > 0:
             ReconnectingStore.limit_s = limits.heartbeat_s
             watch.limit_store(limits.heartbeat_s)
@@ -117,7 +122,10 @@ class Beats:
             return
         self._next_beat = now + (self._limits.beat_s or BEAT_S)
         states = self._read_node(now)
-        store.set(f"beat/{self._topology.node}", f"{now:.3f} " + json.dumps([asdict(state) for state in states]))
+        store.set(
+            f"beat/{self._topology.node}",
+            f"{now:.3f} " + json.dumps([asdict(state) for state in states]),
+        )
         line = self._local.judge(now, states)
         if line is None and self._run is not None:
             line = self._run.judge(time.monotonic(), store)
@@ -150,7 +158,8 @@ class Beats:
         suspended, self._last_tick = now - self._last_tick > SUSPENDED_S, now
         if not self._slots.is_open:
             return
-        with suppress(Exception):  # the main thread may be replacing what this reads; the rank lives all the same
+        # the main thread may be replacing what this reads; the rank lives all the same
+        with suppress(Exception):
             self._doing = self._activity()
         if self._doing != self._written[0] or now - self._written[1] > WRITE_EVERY_S or suspended:
             self._write_doing(now, suspended)
@@ -175,7 +184,10 @@ class Beats:
 
     def _read_node(self, now: float) -> list[RankState]:
         times, slots = self._slots.times(), self._slots.read()
-        return [self._state(now, rank, times[rank], slots[rank]) for rank in sorted(times.keys() & slots.keys())]
+        return [
+            self._state(now, rank, times[rank], slots[rank])
+            for rank in sorted(times.keys() & slots.keys())
+        ]
 
     def _state(self, now: float, rank: int, at: float, slot: dict[str, Any]) -> RankState:
         silent_s = now - max(at, self._forgiven)

@@ -39,7 +39,8 @@ def work_of(pid: int) -> tuple[int, str] | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()  # the name before it may have spaces; field 3, the state, is the first
+    # the name before it may have spaces; field 3, the state, is the first
+    fields = stat.rpartition(")")[2].split()
     major_faults, user, system = int(fields[9]), int(fields[11]), int(fields[12])
     return major_faults + user + system, fields[0]
 

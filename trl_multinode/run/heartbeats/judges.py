@@ -16,7 +16,9 @@ from ..topology import Topology
 from .rank_state import RankState
 
 NAME_EVERY_S = 30.0
-LATE_EVERY_S = 15.0  # the wait in a meeting after which the late ranks are named, and between two such lines
+LATE_EVERY_S = (
+    15.0  # the wait in a meeting after which the late ranks are named, and between two such lines
+)
 READ_STATES_EVERY_S = 5.0  # a judge reads only the nodes' counts in between
 JUDGE_LATE_S = 5.0  # a judge that comes so late was suspended, or its store was
 NAMED_RANKS = 3  # a line names no more ranks
@@ -87,8 +89,14 @@ class NodeJudge:
             )
         if now - self._named.get(state.rank, float("-inf")) >= NAME_EVERY_S:
             self._named[state.rank] = now
-            works = "but uses the CPU" if state.idle_s < state.silent_s / 2 else "and does not use the CPU"
-            report(f"{who} has sent no heartbeat for {state.silent_s:.0f} s {works}; it was last {state.doing()}")
+            works = (
+                "but uses the CPU"
+                if state.idle_s < state.silent_s / 2
+                else "and does not use the CPU"
+            )
+            report(
+                f"{who} has sent no heartbeat for {state.silent_s:.0f} s {works}; it was last {state.doing()}"
+            )
         return None
 
 
@@ -99,7 +107,8 @@ class RunJudge:
         self._topology = topology
         self._limits = limits
         self._nodes: list[int] = []  # those that have sent a beat
-        self._seen: dict[int, tuple[str, float]] = {}  # node -> number of its last beat, time at which it was seen
+        # node -> number of its last beat, time at which it was seen
+        self._seen: dict[int, tuple[str, float]] = {}
         self._states: dict[int, list[RankState]] = {}  # node -> states in its last beat
         self._last_look = time.monotonic()
         self._next_states = 0.0
@@ -115,10 +124,15 @@ class RunJudge:
         if now - self._last_look > JUDGE_LATE_S + self._limits.beat_s:
             self.forgive(now)
         self._last_look = now
-        if len(self._nodes) < self._topology.num_nodes:  # `multi_get` would wait for a key that is missing
-            self._nodes = [node for node in range(self._topology.num_nodes) if store.check([f"beat/{node}"])]
+        # `multi_get` would wait for a key that is missing
+        if len(self._nodes) < self._topology.num_nodes:
+            self._nodes = [
+                node for node in range(self._topology.num_nodes) if store.check([f"beat/{node}"])
+            ]
         reads = now >= self._next_states
-        for node, beat in zip(self._nodes, store.multi_get([f"beat/{node}" for node in self._nodes]), strict=True):
+        for node, beat in zip(
+            self._nodes, store.multi_get([f"beat/{node}" for node in self._nodes]), strict=True
+        ):
             number, _, states = beat.decode().partition(" ")
             if self._seen.get(node, ("", 0.0))[0] != number:
                 self._seen[node] = (number, now)
@@ -142,7 +156,11 @@ class RunJudge:
         per_node = self._topology.ranks_per_node
         what = f"node {node} (ranks {node * per_node} to {(node + 1) * per_node - 1})"
         last = max(self._states[node], key=lambda state: state.same_s, default=None)
-        doing = f". Its {last.name(per_node)} was last {last.doing(silent_s)}" if last is not None else ""
+        doing = (
+            f". Its {last.name(per_node)} was last {last.doing(silent_s)}"
+            if last is not None
+            else ""
+        )
         return (
             f"PeerFailureError: {what} has sent no heartbeat for {silent_s:.0f} s ({setting}): the node or all its "
             f"ranks are stopped or gone, or its link to node 0 is cut{doing}"
@@ -184,7 +202,10 @@ class RunJudge:
             return
         late = {state.rank: self._named(state) for state in states if state.meeting < number}
         without = set(range(self._topology.world_size)) - {state.rank for state in states}
-        late |= {rank: f"rank {rank} (node {self._topology.node_of(rank)}), without a trainer" for rank in without}
+        late |= {
+            rank: f"rank {rank} (node {self._topology.node_of(rank)}), without a trainer"
+            for rank in without
+        }
         if late:  # otherwise the meeting has just ended, which some nodes have not told yet
             self._next_line = now + LATE_EVERY_S
             num_waiting = self._topology.world_size - len(late)
@@ -197,7 +218,9 @@ class RunJudge:
         count = f"{len(late)} ranks: " if len(late) > 1 else ""
         more = "; ..." if len(late) > NAMED_RANKS else ""
         who = f"{num_waiting} rank{'s' if num_waiting > 1 else ''}"
-        report(f"{self._topology}: {who} waiting {seconds:.0f} s for {count}{'; '.join(late[:NAMED_RANKS])}{more}")
+        report(
+            f"{self._topology}: {who} waiting {seconds:.0f} s for {count}{'; '.join(late[:NAMED_RANKS])}{more}"
+        )
 
 
 def _behind(states: list[RankState]) -> list[RankState]:

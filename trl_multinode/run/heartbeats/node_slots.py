@@ -14,7 +14,11 @@ from ..topology import Topology
 
 NAME = "trl_multinode_beats"
 SLOT_BYTES = 2048
-TIME, HEADER = struct.Struct("<d"), struct.Struct("<8xII")  # last sign of life; bytes of the text, its checksum
+# last sign of life; bytes of the text, its checksum
+TIME, HEADER = (
+    struct.Struct("<d"),
+    struct.Struct("<8xII"),
+)
 
 
 class NodeSlots:
@@ -65,11 +69,14 @@ class NodeSlots:
         """Write the calling rank's slot. The text in `frames` is cut if it does not fit."""
         text = json.dumps(value).encode()
         if len(text) > SLOT_BYTES - HEADER.size:
-            text = json.dumps(value | {"frames": value["frames"][:200], "left": value["left"][:200]}).encode()
+            text = json.dumps(
+                value | {"frames": value["frames"][:200], "left": value["left"][:200]}
+            ).encode()
         start = SLOT_BYTES * self._topology.local_rank
         assert self._memory is not None
         lengths = slice(start + TIME.size, start + HEADER.size)
-        self._memory[lengths] = HEADER.pack(0, 0)[TIME.size :]  # a reader skips it until it is whole
+        # a reader skips it until it is whole
+        self._memory[lengths] = HEADER.pack(0, 0)[TIME.size :]
         self._memory[start + HEADER.size : start + HEADER.size + len(text)] = text
         self._memory[lengths] = HEADER.pack(len(text), zlib.crc32(text))[TIME.size :]
 
@@ -81,7 +88,10 @@ class NodeSlots:
     def times(self) -> dict[int, float]:
         """Return rank -> time of its last sign of life; without the ranks that have not written yet."""
         assert self._memory is not None
-        found = (TIME.unpack_from(self._memory, SLOT_BYTES * i)[0] for i in range(self._topology.ranks_per_node))
+        found = (
+            TIME.unpack_from(self._memory, SLOT_BYTES * i)[0]
+            for i in range(self._topology.ranks_per_node)
+        )
         return {rank: at for rank, at in zip(self._topology.local_ranks, found, strict=True) if at}
 
     def read(self) -> dict[int, Any]:
@@ -93,7 +103,8 @@ class NodeSlots:
             if not length or (rank in self._last and self._last[rank][0] == check):
                 continue
             text = self._memory[start + HEADER.size : start + HEADER.size + min(length, SLOT_BYTES)]
-            if zlib.crc32(text) == check:  # otherwise its rank is just writing: the last value holds
+            # otherwise its rank is just writing: the last value holds
+            if zlib.crc32(text) == check:
                 self._last[rank] = check, json.loads(text)
         return {rank: value for rank, (_, value) in self._last.items()}
 
@@ -121,7 +132,8 @@ def open_shared(place: str, size: int) -> int:
     if (target := os.readlink(path)) != f"/memfd:{NAME} (deleted)":
         raise OSError(f"{path} is not the memory of a local main process, but {target[:80]!r}")
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    if (found := os.fstat(handle).st_size) != size:  # a page that is missing would end this process by SIGBUS
+    # a page that is missing would end this process by SIGBUS
+    if (found := os.fstat(handle).st_size) != size:
         os.close(handle)
         raise OSError(f"{path} has {found} bytes, expected {size}")
     return handle

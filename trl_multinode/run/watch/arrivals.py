@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 900.0  # `engine_start_timeout`'s default, until a trainer has its settings
 MISSING_EVERY_S = 30.0
 LOOK_EVERY_S = 5.0
-ALIVE_EVERY_S = 10.0  # between two signs of life of a rank without a trainer, which sends no heartbeats yet
+ALIVE_EVERY_S = (
+    10.0  # between two signs of life of a rank without a trainer, which sends no heartbeats yet
+)
 HAS_TRAINER = b"has a trainer"
 ENDED_S = 10.0  # after which a launcher without a connection to the store has ended, and does not connect anew
 NAMED_RANKS = 8
@@ -38,7 +40,8 @@ class Arrivals:
         self._topology = topology
         self._watch_rank = watch_rank
         self.timeout_s = START_TIMEOUT_S
-        self._neighbours = {rank for rank in topology.local_ranks if rank != topology.rank}  # not seen yet
+        # not seen yet
+        self._neighbours = {rank for rank in topology.local_ranks if rank != topology.rank}
         self._since = time.monotonic()
         self._next_look, self._next_line = 0.0, self._since + MISSING_EVERY_S
         self._registered = self._complete = False
@@ -86,7 +89,9 @@ class Arrivals:
         No process of ours is there to say so. But every launcher is a client of the store, and so is every rank that
         has imported this library; the store is in the launcher of this node, where its connections can be counted.
         """
-        registered = [rank for rank in range(self._topology.world_size) if store.check([f"pid/{rank}"])]
+        registered = [
+            rank for rank in range(self._topology.world_size) if store.check([f"pid/{rank}"])
+        ]
         missing = [rank for rank in range(self._topology.world_size) if rank not in registered]
         here = [rank for rank in registered if not store.check([f"left/{rank}"])]
         connections = num_connections(int(os.environ["MASTER_PORT"]))
@@ -113,7 +118,9 @@ class Arrivals:
         return self._is_reporter
 
     def _names(self, ranks: list[int]) -> str:
-        names = ", ".join(f"rank {rank} (node {self._topology.node_of(rank)})" for rank in ranks[:NAMED_RANKS])
+        names = ", ".join(
+            f"rank {rank} (node {self._topology.node_of(rank)})" for rank in ranks[:NAMED_RANKS]
+        )
         return names + (f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else "")
 
     def _name_missing(self, store: "Store", now: float) -> str:
@@ -127,7 +134,9 @@ class Arrivals:
         self._next_line = now + MISSING_EVERY_S
         if not self._reports(store):
             return ""
-        missing = [rank for rank in range(self._topology.world_size) if not store.check([f"pid/{rank}"])]
+        missing = [
+            rank for rank in range(self._topology.world_size) if not store.check([f"pid/{rank}"])
+        ]
         if not missing:
             return ""
         names = self._names(missing)
@@ -160,7 +169,8 @@ class Signs:
         self._told = False  # whether this rank has written that it has a trainer
         self._next_write = self._next_look = self._last_look = 0.0
         self._is_judge: bool | None = None
-        self._seen: dict[int, tuple[bytes, float]] = {}  # rank -> its last sign, and when it changed
+        # rank -> its last sign, and when it changed
+        self._seen: dict[int, tuple[bytes, float]] = {}
         self._without = list(range(topology.world_size))
 
     def write(self, store: "Store", has_trainer: bool) -> None:
@@ -168,7 +178,9 @@ class Signs:
         now = time.monotonic()
         if self._told or (now < self._next_write and not has_trainer):
             return
-        store.set(f"alive/{self._topology.rank}", HAS_TRAINER.decode() if has_trainer else f"{now:.1f}")
+        store.set(
+            f"alive/{self._topology.rank}", HAS_TRAINER.decode() if has_trainer else f"{now:.1f}"
+        )
         self._told, self._next_write = has_trainer, now + ALIVE_EVERY_S
 
     def judge(self, store: "Store", limit_s: float) -> str:
@@ -181,15 +193,24 @@ class Signs:
             self._is_judge = store.add("alive/judge", 1) == 1
         if not self._is_judge:
             return ""
-        if now - self._last_look > 3 * ALIVE_EVERY_S:  # this process was suspended, and perhaps the others too
+        # this process was suspended, and perhaps the others too
+        if now - self._last_look > 3 * ALIVE_EVERY_S:
             self._seen.clear()
         self._last_look = now
-        signs = dict(zip(self._without, store.multi_get([f"alive/{rank}" for rank in self._without]), strict=True))
+        signs = dict(
+            zip(
+                self._without,
+                store.multi_get([f"alive/{rank}" for rank in self._without]),
+                strict=True,
+            )
+        )
         self._without = [rank for rank, sign in signs.items() if sign != HAS_TRAINER]
         for rank in self._without:
             if self._seen.get(rank, (b"", 0.0))[0] != signs[rank]:
                 self._seen[rank] = signs[rank], now
-            elif (silent_s := now - self._seen[rank][1]) > limit_s and not store.check([f"left/{rank}"]):
+            elif (silent_s := now - self._seen[rank][1]) > limit_s and not store.check(
+                [f"left/{rank}"]
+            ):
                 node = self._topology.node_of(rank)
                 return (
                     f"PeerFailureError: rank {rank} (node {node}) has shown no sign of life for {silent_s:.0f} s ("

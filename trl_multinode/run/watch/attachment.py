@@ -27,8 +27,11 @@ class Attachment:
         self.closings: list[Callable[[], None]] = []
         # returns `False` for a signal that ends the run at once
         self.on_stop: Callable[[signal.Signals], bool] = lambda stop: False
-        self.explain: Callable[[BaseException], BaseException] = lambda error: error  # names a full disk
-        self.closes = False  # whether this rank is in `close`, and waits for the others or has waited
+        # names a full disk
+        self.explain: Callable[[BaseException], BaseException] = lambda error: error
+        self.closes = (
+            False  # whether this rank is in `close`, and waits for the others or has waited
+        )
         self._chores: list[Callable[[Store], None]] = []
         self._store = store
         self._own_store = HashStore() if alone else None

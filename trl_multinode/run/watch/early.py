@@ -21,7 +21,14 @@ from .exits import ScriptExits
 if TYPE_CHECKING:
     from .watch_thread import WatchThread
 
-LAUNCHED_BY = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+LAUNCHED_BY = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
 OWN_IMPORT_S = 5.0  # after so long without torch, the thread imports it
 # Longest wait for the thread, whose import of torch took 30 s on a loaded machine. An interpreter that ends inside it
 # aborts: the thread is unwound through C++ that allows no exception, and code 134 replaces that of the script.
@@ -38,7 +45,8 @@ class EarlyWatch:
         self._watch: WatchThread | None = None
         self._exits = ScriptExits(self._on_uncaught)
         self._exits.watch()
-        import_module("concurrent.futures.thread")  # torch needs it, and once a script has ended it cannot be imported
+        # torch needs it, and once a script has ended it cannot be imported
+        import_module("concurrent.futures.thread")
         atexit.register(self._at_exit)
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
@@ -52,7 +60,9 @@ class EarlyWatch:
 
     def _run(self) -> None:
         deadline = time.monotonic() + OWN_IMPORT_S
-        while "torch" not in sys.modules and not self._hurry.is_set() and time.monotonic() < deadline:
+        while (
+            "torch" not in sys.modules and not self._hurry.is_set() and time.monotonic() < deadline
+        ):
             time.sleep(POLL_S)
         try:
             import_module("torch")  # waits until the script has imported it to its end
@@ -78,7 +88,8 @@ class EarlyWatch:
         failed = status is not None or error is not None
         watch = self.watch(READY_S)
         if watch is None:
-            if not failed and self._watch is not None and os.getpid() == self._pid:  # the watch has outlived the store
+            # the watch has outlived the store
+            if not failed and self._watch is not None and os.getpid() == self._pid:
                 self._watch.ending.write_good()
             return
         if error is not None:  # the script replaced `sys.excepthook` after the import
@@ -108,7 +119,8 @@ def is_rank(environ: Mapping[str, str]) -> bool:
     """Return whether torchrun has started this process, and not one of its ranks or another Python process."""
     if not all(environ.get(name) for name in LAUNCHED_BY) or environ["WORLD_SIZE"] == "1":
         return False
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the store is then a rank's, and not there yet
+    # the store is then a rank's, and not there yet
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     own = f"TORCHELASTIC_RUN_ID={environ['TORCHELASTIC_RUN_ID']}".encode()
     pid = os.getppid()

@@ -35,7 +35,9 @@ class ScriptExits:
         """Install the hooks."""
         previous = sys.excepthook
 
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        def hook(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
             with unbuffered():
                 ours = self._on_exception(error)
             if not ours:

@@ -35,4 +35,8 @@ class LocalFailure:
     def due(self) -> Fatal | None:
         """Return the failure, if its time has come."""
         with self._lock:
-            return self._found[0] if self._found is not None and time.monotonic() >= self._found[1] else None
+            return (
+                self._found[0]
+                if self._found is not None and time.monotonic() >= self._found[1]
+                else None
+            )

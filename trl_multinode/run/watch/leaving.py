@@ -19,7 +19,11 @@ WRITING_S = 1.0  # longest wait for the files of the end, after that for the oth
 
 
 def leave(
-    fatal: Fatal, store: RunStore, ending: Ending, trainers: Sequence[Attachment], printing: threading.Lock
+    fatal: Fatal,
+    store: RunStore,
+    ending: Ending,
+    trainers: Sequence[Attachment],
+    printing: threading.Lock,
 ) -> None:
     """End this process with the line and the code of the run's failure. The watch thread calls it.
 

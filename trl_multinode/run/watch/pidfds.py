@@ -19,9 +19,8 @@ class Pidfds:
 
     def __init__(self, signals: StopSignals):
         self._signals = signals
-        self._ended: dict[
-            int, tuple[Callable[[], None], object]
-        ] = {}  # pidfd, or the end of a pipe -> function, owner
+        # pidfd, or the end of a pipe -> function, owner
+        self._ended: dict[int, tuple[Callable[[], None], object]] = {}
         self._names: set[str] = set()
         self._lock = threading.Lock()
         self._poll = select.poll()

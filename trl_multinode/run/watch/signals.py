@@ -25,7 +25,8 @@ class StopSignals:
     that must survive it ignores it, and the ranks inherit that.
     """
 
-    _catching: ClassVar[list["StopSignals"]] = []  # those whose pipe gets the signals, the last one at present
+    # those whose pipe gets the signals, the last one at present
+    _catching: ClassVar[list["StopSignals"]] = []
 
     def __init__(self) -> None:
         self.read_end, self._write_end = os.pipe()
@@ -46,7 +47,8 @@ class StopSignals:
         first: of signals that are pending together the kernel runs the handler of the latest number first, and a
         SIGTERM after Ctrl-C must not pre-empt the run.
         """
-        numbers = os.read(self.read_end, 4096)  # 0 is a plain wake-up, any other byte a signal's number
+        # 0 is a plain wake-up, any other byte a signal's number
+        numbers = os.read(self.read_end, 4096)
         if signal.SIGINT not in numbers and not set(numbers).isdisjoint(self._numbers):
             time.sleep(TOGETHER_S)
             if select.select([self.read_end], [], [], 0.0)[0]:
@@ -59,7 +61,9 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self._numbers:
-            inherited = number in environment_signals() and signal.getsignal(number) == signal.SIG_IGN
+            inherited = (
+                number in environment_signals() and signal.getsignal(number) == signal.SIG_IGN
+            )
             if inherited or signal.getsignal(number) in PYTHONS_OWN:
                 self._handlers[number] = signal.signal(number, noop_handler)
         if not any(signal.getsignal(number) is noop_handler for number in self._numbers):

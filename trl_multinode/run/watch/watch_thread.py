@@ -35,7 +35,9 @@ from .signals import StopSignals, ends_well
 
 POLL_S = 0.5  # a failure then reaches every rank within about a second
 EXPLAIN_S = 5.0  # in which an error must have said what it is, beside its class
-SYMPTOM_DELAY_S = 1.0  # symptoms (end of file, SIGTERM) are reported later than causes (a process ended)
+SYMPTOM_DELAY_S = (
+    1.0  # symptoms (end of file, SIGTERM) are reported later than causes (a process ended)
+)
 NODE_0_LEFT_EVERY_S = 5.0
 
 
@@ -65,12 +67,14 @@ class WatchThread:
         self.processes = Pidfds(self.signals)
         self.exits = exits or ScriptExits(self.on_uncaught)
         self.arrivals = Arrivals(topology, self.watch_rank) if self.since_import else None
-        self.ends: list[Callable[[], None]] = []  # of trainers that were collected; this thread calls them
+        # of trainers that were collected; this thread calls them
+        self.ends: list[Callable[[], None]] = []
         self._failure = LocalFailure()
         self._store_call_start: float | None = None  # of the pending call, if any
         self.store_limit_s: float | None = None  # default: `STORE_TIMEOUT_S`
         self._node_0_left = (False, 0.0)  # as far as this thread knows, and when it looked
-        self._printing = threading.Lock()  # the failure line comes after a traceback, not in the middle of one
+        # the failure line comes after a traceback, not in the middle of one
+        self._printing = threading.Lock()
         if not self.since_import and not self.alone:
             self.exits.watch()
         if topology.launched:
@@ -146,18 +150,29 @@ class WatchThread:
 
     def _phase(self) -> str:
         trainer = self._open_trainer()
-        return trainer.phase() if trainer is not None else "script" if self.num_built else "before the trainer"
+        return (
+            trainer.phase()
+            if trainer is not None
+            else "script"
+            if self.num_built
+            else "before the trainer"
+        )
 
     def fail_with(self, error: BaseException) -> None:
         """Report the error, print the traceback, and wait until the watch thread ends the process with `os._exit`."""
         # at once, because the text of an error of unknown code may never come
         self.report(f"{type(error).__name__}, whose text did not come", EXPLAIN_S)
         explained = self._explained(error)
-        cause = "stopped by SIGINT" if isinstance(explained, KeyboardInterrupt) else described(explained)
+        cause = (
+            "stopped by SIGINT"
+            if isinstance(explained, KeyboardInterrupt)
+            else described(explained)
+        )
         code = code_of(explained, has_trainer=bool(self.trainers))
         with self._printing:
             self.report(cause, SYMPTOM_DELAY_S if is_symptom(explained) else 0.0, code)
-            traceback.print_exception(error)  # after the report: stderr may be a pipe that nobody reads
+            # after the report: stderr may be a pipe that nobody reads
+            traceback.print_exception(error)
         self._wait_for_the_end(code)
 
     def _explained(self, error: BaseException) -> BaseException:
@@ -181,7 +196,11 @@ class WatchThread:
         """End all ranks; a rank that waited for them with its own error would wait for ever."""
         if self.alone:
             return
-        how = f"exit code {int(status)}" if isinstance(status, int) else f"the message {text_of_error(status)!r}"
+        how = (
+            f"exit code {int(status)}"
+            if isinstance(status, int)
+            else f"the message {text_of_error(status)!r}"
+        )
         self.fail(f"SystemExit: the script of this rank ended with {how}", code=USER_CODE)
 
     def on_uncaught(self, error: BaseException) -> bool:
@@ -209,7 +228,9 @@ class WatchThread:
         launcher = os.getppid()
 
         def ended() -> None:
-            self._neighbour_ended(f"the launcher of node {self.topology.node} (pid {launcher}) ended")
+            self._neighbour_ended(
+                f"the launcher of node {self.topology.node} (pid {launcher}) ended"
+            )
 
         self.processes.add(launcher, ended, self)
 
@@ -232,7 +253,11 @@ class WatchThread:
         """
         trainer = self._open_trainer()  # once, because the main thread may close it meanwhile
         has_left = rank is not None and trainer is None and self.store.have_left([rank])
-        if has_left or self.store.fatal() is not None or (trainer is not None and trainer.all_finished()):
+        if (
+            has_left
+            or self.store.fatal() is not None
+            or (trainer is not None and trainer.all_finished())
+        ):
             return False
         self.report(cause, code=PEER_LOST)
         return True
@@ -261,7 +286,11 @@ class WatchThread:
 
     def _watch_store(self) -> None:
         """Exit if the store does not respond: its client waits without a deadline while the connection is open."""
-        last, waited = None, 0.0  # in turns of this loop, because a process that was stopped must not blame the store
+        # in turns of this loop, because a process that was stopped must not blame the store
+        last, waited = (
+            None,
+            0.0,
+        )
         while not self.stopped.wait(POLL_S):
             for tick in [tick for trainer in self.trainers for tick in trainer.ticks]:
                 tick()
@@ -294,17 +323,25 @@ class WatchThread:
     def _receive_signals(self) -> None:
         for stop in self.signals.received():
             # torchrun sends SIGTERM after a second Ctrl-C: a run that ends already is not pre-empted as well
-            if self._failure.is_found() or not any(trainer.on_stop(stop) for trainer in self.trainers):
+            if self._failure.is_found() or not any(
+                trainer.on_stop(stop) for trainer in self.trainers
+            ):
                 code = OTHER if stop.name == "SIGINT" else PREEMPTED
                 self.report(f"stopped by {stop.name}", SYMPTOM_DELAY_S, code)
 
     def _do_chores(self) -> None:
-        if self.arrivals is not None and (late := self.arrivals.look(self.store, self.num_built > 0)):
+        if self.arrivals is not None and (
+            late := self.arrivals.look(self.store, self.num_built > 0)
+        ):
             self.report(late, code=PEER_LOST)
         for trainer in list(self.trainers):
             trainer.do_chores()
         looked = self._node_0_left[1]
-        if not self.trainers and self.topology.node and time.monotonic() - looked > NODE_0_LEFT_EVERY_S:
+        if (
+            not self.trainers
+            and self.topology.node
+            and time.monotonic() - looked > NODE_0_LEFT_EVERY_S
+        ):
             left = self.store.have_left(range(self.topology.world_size // self.topology.num_nodes))
             self._node_0_left = left, time.monotonic()
 
@@ -324,7 +361,9 @@ class WatchThread:
     def _due(self) -> Fatal | None:
         if (fatal := self._failure.due()) is None:
             return None
-        return self.store.publish(fatal._replace(line=with_nodes(fatal.line, self.store, self.topology)))
+        return self.store.publish(
+            fatal._replace(line=with_nodes(fatal.line, self.store, self.topology))
+        )
 
     def _leave(self, fatal: Fatal) -> None:
         leave(fatal, self.store, self.ending, self.trainers, self._printing)

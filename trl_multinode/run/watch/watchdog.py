@@ -36,7 +36,9 @@ def watch_of(topology: Topology) -> WatchThread:
     global _current
     if (early := early_watch()) is not None:
         return early
-    reusable = _current is not None and not _current.stopped.is_set() and _current.pid == os.getpid()
+    reusable = (
+        _current is not None and not _current.stopped.is_set() and _current.pid == os.getpid()
+    )
     if not reusable or _current.topology != topology:  # type: ignore[union-attr]
         _current = WatchThread(topology)
         _current.start()
@@ -70,7 +72,9 @@ class Watchdog(Attachment):
         self._exits = itertools.count()  # of this rank from the trainer's methods with a good code
         self._leaving: SystemExit | None = None
         if (gone := self._watch.attach(self)) is not None:
-            self._watch.fail(f"the script of rank {gone} has ended without this trainer", code=USER_CODE)
+            self._watch.fail(
+                f"the script of rank {gone} has ended without this trainer", code=USER_CODE
+            )
 
     @property
     def _thread(self) -> threading.Thread:
@@ -190,7 +194,8 @@ class Watchdog(Attachment):
         if self._closed.is_set():
             return
         error = sys.exc_info()[1]
-        if isinstance(error, SystemExit) and not ends_well(error):  # the script leaves, and closes in a `finally`
+        # the script leaves, and closes in a `finally`
+        if isinstance(error, SystemExit) and not ends_well(error):
             self._watch.fail_at_exit(error.code)
         self._close(error)
 
@@ -207,7 +212,8 @@ class Watchdog(Attachment):
         if not self._closed.is_set() and (status := self._watch.exits.bad_status()) is not None:
             self._watch.fail_at_exit(status)
         if not self._closed.is_set():
-            self._close(getattr(sys, "last_value", None))  # of a single process; several have ended with the error
+            # of a single process; several have ended with the error
+            self._close(getattr(sys, "last_value", None))
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 

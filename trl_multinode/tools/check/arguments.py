@@ -53,7 +53,9 @@ def read_arguments(
                 )
             ]
         if (call := find_call(tree)) is None:
-            note = f"`{name}` has no `TrlParser`: of its arguments only those of the batch are checked"
+            note = (
+                f"`{name}` has no `TrlParser`: of its arguments only those of the batch are checked"
+            )
             return replace(script, batch=batch_of(words), notes=(note,)), []
         try:
             parser = build_parser(tree, call, path)
@@ -81,7 +83,8 @@ def _read(
     """Read the configs of a script from its parsed values."""
     flags = [f"--{one.name}" for kind in kinds for one in fields(kind)]
     problems = [
-        Problem(f"`{script.name}` has no argument {word}{did_you_mean(word, flags)}", CURE) for word in unknown
+        Problem(f"`{script.name}` has no argument {word}{did_you_mean(word, flags)}", CURE)
+        for word in unknown
     ]
     script = replace(script, notes=(f"`{script.name}` has no training config among its arguments",))
     for kind in kinds:
@@ -104,7 +107,9 @@ def _values(parser: Any, call: ParserCall, words: list[str]) -> tuple[dict[str, 
     """Return the parsed values by name, and the arguments that the script does not have."""
     found: dict[str, Any] = {}
 
-    def capture(args: list[str] | None = None, return_remaining_strings: bool = False, **_: Any) -> tuple:
+    def capture(
+        args: list[str] | None = None, return_remaining_strings: bool = False, **_: Any
+    ) -> tuple:
         namespace, rest = parser.parse_known_args(args)
         found.update(values=vars(namespace), unknown=[] if return_remaining_strings else rest)
         return (namespace, rest) if return_remaining_strings else (namespace,)
@@ -116,7 +121,9 @@ def _values(parser: Any, call: ParserCall, words: list[str]) -> tuple[dict[str, 
         with redirect_stderr(said):
             getattr(parser, call.method)(words, **call.keywords)
     except SystemExit as stop:
-        raise Refused(*([said.getvalue().strip().rpartition("error: ")[2]] if stop.code else [])) from stop
+        raise Refused(
+            *([said.getvalue().strip().rpartition("error: ")[2]] if stop.code else [])
+        ) from stop
     flags = [word.split("=")[0] for word in found["unknown"] if word.startswith("-")]
     return found["values"], flags or found["unknown"]
 
@@ -136,7 +143,9 @@ def _settings_problems(config: Any) -> Iterator[Problem]:
 
 def _script(name: str | None, config: Any, values: dict[str, Any]) -> Script:
     def read(kind: type) -> dict[str, Any]:
-        return {one.name: getattr(config, one.name) for one in fields(kind) if hasattr(config, one.name)}
+        return {
+            one.name: getattr(config, one.name) for one in fields(kind) if hasattr(config, one.name)
+        }
 
     batch = read(Batch)
     node_mode = hasattr(config, "vllm_mode") and is_node_mode(config)

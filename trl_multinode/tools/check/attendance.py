@@ -40,7 +40,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     def facts(self) -> dict[str, str]:
         """Return what should be equal on all nodes."""
         counts = {"num_machines differ": self.nodes, "processes per node differ": self.processes}
-        return {name: str(number) for name, number in (counts | {"GPUs differ": self.gpus}).items()} | self.versions
+        return {
+            name: str(number) for name, number in (counts | {"GPUs differ": self.gpus}).items()
+        } | self.versions
 
 
 class State(msgspec.Struct, frozen=True, tag=True):
@@ -115,7 +117,9 @@ class Attendance:
         lines = [self.state(seconds)]
         if equal := self._equal_versions():
             lines.append(f"versions on all nodes: {equal}")
-        return Verdict(0, [*lines, *(f"warning: {text}" for text in self._differences(errors=False))])
+        return Verdict(
+            0, [*lines, *(f"warning: {text}" for text in self._differences(errors=False))]
+        )
 
     def _wrong_ranks(self) -> Iterator[str]:
         by_rank = defaultdict(list)
@@ -144,14 +148,22 @@ class Attendance:
                 yield f"node {hello.name} cannot launch: {printable(hello.problems[0])}{more}"
 
     def _differences(self, errors: bool) -> Iterator[str]:
-        for one in differences([hello.facts for hello in self.here], [hello.name for hello in self.here]):
-            cure = COUNTS.get(one.library, "Install the same version on all nodes" if one.is_error else "")
+        for one in differences(
+            [hello.facts for hello in self.here], [hello.name for hello in self.here]
+        ):
+            cure = COUNTS.get(
+                one.library, "Install the same version on all nodes" if one.is_error else ""
+            )
             if errors == bool(cure):
                 yield f"{printable(str(one))}. {cure}" if cure else printable(str(one))
 
     def _equal_versions(self) -> str:
         first, others = self.here[0].versions, [hello.versions for hello in self.here[1:]]
-        equal = [(name, text) for name, text in first.items() if all(one.get(name) == text for one in others)]
+        equal = [
+            (name, text)
+            for name, text in first.items()
+            if all(one.get(name) == text for one in others)
+        ]
         return printable(", ".join(f"{name} {text}" for name, text in equal if text != MISSING))
 
 

@@ -31,26 +31,42 @@ def own_parser(doctor: bool = False) -> argparse.ArgumentParser:
     parser.description = EXAMINES if doctor else CHECKS
     parser.epilog = "Any other flag is one of `accelerate launch`, as in --machine_rank 1 --main_process_ip HOST0."
     parser.add_argument("file", help="config file of `accelerate launch`; give it before any flag")
-    parser.add_argument("--gpus_per_node", "--gpus-per-node", type=positive, help="GPUs of a node (default: 8)")
+    parser.add_argument(
+        "--gpus_per_node", "--gpus-per-node", type=positive, help="GPUs of a node (default: 8)"
+    )
     if doctor:
         flags = "[--level static|node|cluster] [--json] [--paste] [flags of accelerate launch]"
         parser.usage = f"%(prog)s FILE {flags} [script and its arguments]"
         levels = ("static", "node", "cluster")
-        parser.add_argument("--level", choices=levels, default="static", help="how far to look (default: static)")
-        parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else, to stdout")
         parser.add_argument(
-            "--paste", action="store_true", help="print a block for an issue, without secrets and names"
+            "--level", choices=levels, default="static", help="how far to look (default: static)"
+        )
+        parser.add_argument(
+            "--json",
+            action="store_true",
+            help="print one JSON document, and nothing else, to stdout",
+        )
+        parser.add_argument(
+            "--paste",
+            action="store_true",
+            help="print a block for an issue, without secrets and names",
         )
     else:
         parser.usage = "%(prog)s FILE [flags of accelerate launch] [--gpus_per_node N] [script and its arguments]\n"
-        parser.usage += "       %(prog)s FILE --wait [--timeout S] [flags of accelerate launch] [-- COMMAND]"
-        parser.add_argument("--wait", action="store_true", help="meet the other nodes; anywhere before COMMAND")
+        parser.usage += (
+            "       %(prog)s FILE --wait [--timeout S] [flags of accelerate launch] [-- COMMAND]"
+        )
+        parser.add_argument(
+            "--wait", action="store_true", help="meet the other nodes; anywhere before COMMAND"
+        )
     text = f"seconds to wait for the other nodes (default: {DEFAULT_TIMEOUT_S:.0f})"
     parser.add_argument("--timeout", type=_seconds, default=DEFAULT_TIMEOUT_S, help=text)
     for entry in SCRIPT_FLAGS:
         kind = _indices if entry.name == "vllm_devices" else positive
         text = f"of the script, if none is named (default: {entry.default})"
-        parser.add_argument(f"--{entry.name}", f"--{entry.name.replace('_', '-')}", type=kind, help=text)
+        parser.add_argument(
+            f"--{entry.name}", f"--{entry.name.replace('_', '-')}", type=kind, help=text
+        )
     return parser
 
 

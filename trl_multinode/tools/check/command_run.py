@@ -56,7 +56,9 @@ def run_command(command: Sequence[str]) -> int:
         ending, lock = Path(folder, "ending.json"), Path(folder, OWNER_LOCK)
         hold(lock)
         try:
-            child = subprocess.Popen(command, env=os.environ | {ENDING_FILE: str(ending)}, preexec_fn=prepare)
+            child = subprocess.Popen(
+                command, env=os.environ | {ENDING_FILE: str(ending)}, preexec_fn=prepare
+            )
             own = _wait(child)
         except OSError as error:  # no such command
             _say(f"cannot run {command[0]} ({error.strerror})")
@@ -71,7 +73,8 @@ def _prepare(parent: int, unblocked: set[Any]) -> None:
     """End with the parent, also if it is killed; `fork` has passed on its blocked signals."""
     end_with_parent(parent, signal.SIGTERM)
     for number in environment_signals():
-        signal.signal(number, signal.SIG_IGN)  # a launcher has no handler and would end; the ranks install one
+        # a launcher has no handler and would end; the ranks install one
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
@@ -132,7 +135,8 @@ def code_of(ending: Path, own: int) -> int:
         code = int(found["code"])
     except (OSError, ValueError, KeyError, TypeError):
         return own
-    if code == 0 or code not in range(256):  # after a run that ended well, a later line of the command may fail
+    # after a run that ended well, a later line of the command may fail
+    if code == 0 or code not in range(256):
         return own
     if code == PREEMPTED and found.get("continues") is False and found.get("checkpoint"):
         # 143 would make a job file start a script again that begins at step 1 and replaces this checkpoint

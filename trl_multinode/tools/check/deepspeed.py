@@ -12,7 +12,9 @@ from .launch import DeepSpeed, Problem
 FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"  # keys of accelerate's file, which its plugin compares with the JSON file
 
 
-def read_deepspeed(args: argparse.Namespace, environment: dict[str, str]) -> tuple[DeepSpeed | None, list[Problem]]:
+def read_deepspeed(
+    args: argparse.Namespace, environment: dict[str, str]
+) -> tuple[DeepSpeed | None, list[Problem]]:
     """Read DeepSpeed's config from the environment that accelerate would give to the ranks.
 
     Args:
@@ -25,14 +27,23 @@ def read_deepspeed(args: argparse.Namespace, environment: dict[str, str]) -> tup
         `tuple[DeepSpeed | None, list[Problem]]`: the config, `None` if it cannot be read, and the problems.
     """
     path, problems = args.deepspeed_config_file, []
-    environment = {name: value for name, value in environment.items() if name.startswith("ACCELERATE_")}
+    environment = {
+        name: value for name, value in environment.items() if name.startswith("ACCELERATE_")
+    }
     if path and (problem := _unreadable(path)):
         return None, [problem]
-    if path and (twice := [key for key in environment[FIELDS].split(",") if not _accepts(key, environment)]):
+    if path and (
+        twice := [key for key in environment[FIELDS].split(",") if not _accepts(key, environment)]
+    ):
         what = f"every rank stops, because `{path}` must hold these keys instead (got {', '.join(twice)} in the file"
-        problems = [Problem(f"{what} of accelerate)", f"delete them there, and set them in `{path}`")]
+        problems = [
+            Problem(f"{what} of accelerate)", f"delete them there, and set them in `{path}`")
+        ]
     try:
-        with patch_environment(**{**environment, FIELDS: ""}), warnings.catch_warnings(action="ignore"):
+        with (
+            patch_environment(**{**environment, FIELDS: ""}),
+            warnings.catch_warnings(action="ignore"),
+        ):
             plugin = DeepSpeedPlugin()
     except Exception as error:  # ValueError, KeyError and others, by the fault
         return None, [
@@ -42,7 +53,9 @@ def read_deepspeed(args: argparse.Namespace, environment: dict[str, str]) -> tup
                 f"correct `{path or 'deepspeed_config:'}`",
             ),
         ]
-    return DeepSpeed({**plugin.deepspeed_config, "zero3_init_flag": args.zero3_init_flag}, path), problems
+    return DeepSpeed(
+        {**plugin.deepspeed_config, "zero3_init_flag": args.zero3_init_flag}, path
+    ), problems
 
 
 def _unreadable(path: str) -> Problem | None:

@@ -48,7 +48,9 @@ def split_at_script(words: list[str], own: Iterable[str]) -> tuple[list[str], li
     args, _ = both.parse_known_args([*words, NO_SCRIPT, NO_SCRIPT])
     script = [args.training_script, *args.training_script_args][:-2]
     if not args.training_script_args:
-        both.error(f"argument {words[-1]}: expected one argument, got none: a variable may be empty")
+        both.error(
+            f"argument {words[-1]}: expected one argument, got none: a variable may be empty"
+        )
     return words[: len(words) - len(script)], script
 
 
@@ -59,12 +61,18 @@ def parse_flags(path: str, flags: list[str], script: list[str]) -> argparse.Name
         `SystemExit`: with status 2, for a flag that `accelerate launch` does not have, or for two config files.
     """
     parser = _launch_parser()
-    args, unknown = parser.parse_known_args(["--config_file", path, *flags, *(script or [NO_SCRIPT])])
+    args, unknown = parser.parse_known_args(
+        ["--config_file", path, *flags, *(script or [NO_SCRIPT])]
+    )
     if unknown and str(args.main_process_ip).endswith(".py"):
-        parser.error(f"--main_process_ip got {args.main_process_ip}, expected an address: a variable may be empty")
+        parser.error(
+            f"--main_process_ip got {args.main_process_ip}, expected an address: a variable may be empty"
+        )
     if unknown:
         hint = did_you_mean(unknown[0], [f"--{name}" for name in vars(args)])
         parser.error(f"`accelerate launch` has no flag {unknown[0]}{hint}")
     if args.config_file != path:
-        parser.error(f"two config files (got {path} and {args.config_file}): give one, without --config_file")
+        parser.error(
+            f"two config files (got {path} and {args.config_file}): give one, without --config_file"
+        )
     return args

@@ -29,7 +29,9 @@ class Batch:
 
     def world(self, num_ranks: int) -> int:
         """Return the number of completions that all ranks together generate in one round."""
-        return self.generation_batch_size or self.per_device_train_batch_size * num_ranks * self.steps
+        return (
+            self.generation_batch_size or self.per_device_train_batch_size * num_ranks * self.steps
+        )
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Script:
     use_cpu: bool = False
     ignored: tuple[str, ...] = ()  # arguments that have no effect in node mode
     notes: tuple[str, ...] = ()
-    values: dict[str, Any] = field(default_factory=dict)  # all arguments by name, as the script's parser returns them
+    # all arguments by name, as the script's parser returns them
+    values: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class DeepSpeed:
     """DeepSpeed's config as accelerate builds it on every rank."""
 
     config: dict[str, Any]
-    path: str | None  # JSON file that it comes from, `None` if it comes from accelerate's file and flags
+    # JSON file that it comes from, `None` if it comes from accelerate's file and flags
+    path: str | None
 
     @property
     def zero(self) -> dict[str, Any]:
@@ -85,8 +89,16 @@ class DeepSpeed:
     @property
     def precision(self) -> str | None:
         """Mixed precision that the JSON file sets, `None` if it leaves it to the script."""
-        enabled = {name: self.config[name].get("enabled") for name in ("bf16", "fp16") if name in self.config}
-        if self.path is None or not enabled or ("auto" in enabled.values() and True not in enabled.values()):
+        enabled = {
+            name: self.config[name].get("enabled")
+            for name in ("bf16", "fp16")
+            if name in self.config
+        }
+        if (
+            self.path is None
+            or not enabled
+            or ("auto" in enabled.values() and True not in enabled.values())
+        ):
             return None
         return next((name for name, value in enabled.items() if value is True), "no")
 
@@ -100,7 +112,8 @@ class Launch:
     launcher: str  # name of accelerate's launcher function
     num_nodes: int
     ranks_per_node: int  # rounded down, as accelerate does
-    visible: list[str] | None  # GPUs that these processes see, as numbered on the node; `None` on CPU
+    # GPUs that these processes see, as numbered on the node; `None` on CPU
+    visible: list[str] | None
     gpus_per_node: int
     port: int | None  # requested port, before accelerate chooses one
     torchrun: argparse.Namespace | None = None  # torchrun's arguments, `PET_*` variables included
@@ -127,8 +140,12 @@ class Launch:
     def own_launcher(self) -> str | None:
         """Name of DeepSpeed's launcher if it replaces torchrun, else `None`."""
         name = self.args.deepspeed_multinode_launcher
-        return name if self.args.use_deepspeed and self.num_nodes > 1 and name != "standard" else None
+        return (
+            name if self.args.use_deepspeed and self.num_nodes > 1 and name != "standard" else None
+        )
 
     @property
     def rank_in_file(self) -> bool:
-        return self.file.get("machine_rank") is not None and "machine_rank" not in self.args.nondefault
+        return (
+            self.file.get("machine_rank") is not None and "machine_rank" not in self.args.nondefault
+        )

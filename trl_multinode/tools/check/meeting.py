@@ -51,7 +51,9 @@ class Meeting:
         Raises:
             `OSError`: if the port is taken.
         """
-        self._server = await asyncio.start_server(self._welcome, sock=_listen(self._place.port), limit=LONGEST_LINE)
+        self._server = await asyncio.start_server(
+            self._welcome, sock=_listen(self._place.port), limit=LONGEST_LINE
+        )
 
     def state(self) -> str:
         return self.attendance.state(time.monotonic() - self._start)
@@ -72,7 +74,8 @@ class Meeting:
                 await asyncio.sleep(RETRY_S / 5)
         self._close()
         waits_until = time.monotonic() + CONNECT_S
-        while self._writers and time.monotonic() < waits_until:  # a node that leaves first keeps the port free
+        # a node that leaves first keeps the port free
+        while self._writers and time.monotonic() < waits_until:
             await asyncio.sleep(RETRY_S / 10)
         for writer in list(self._writers):
             writer.transport.abort()
@@ -103,7 +106,9 @@ class Meeting:
         finally:
             writer.close()
 
-    async def _host(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _host(
+        self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._writers[writer] = hello
         self.attendance.joined.append(hello)
         if self._verdict is not None:
@@ -111,7 +116,8 @@ class Meeting:
         elif self._deciding is None and self.attendance.verdict(0.0) is not None:
             self._deciding = asyncio.create_task(self._decide())
         try:
-            await reader.read(1)  # a node sends nothing more; it closes after the verdict, or has left before it
+            # a node sends nothing more; it closes after the verdict, or has left before it
+            await reader.read(1)
         finally:
             del self._writers[writer]
             if self._verdict is None:

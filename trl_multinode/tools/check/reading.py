@@ -22,7 +22,10 @@ from .flags import did_you_mean, flag_names, parse_flags
 from .launch import Launch, Problem
 
 # Accelerate's launchers that end in torchrun, each with the function that prepares its arguments.
-PREPARE = {"deepspeed_launcher": prepare_deepspeed_cmd_env, "multi_gpu_launcher": prepare_multi_gpu_env}
+PREPARE = {
+    "deepspeed_launcher": prepare_deepspeed_cmd_env,
+    "multi_gpu_launcher": prepare_multi_gpu_env,
+}
 # Keys that the config loader accepts: its fields, and two older spellings that it converts.
 FILE_KEYS = {*ClusterConfig.__dataclass_fields__, "fp16", "dynamo_backend"}
 NUMBERS = ("num_processes", "num_machines", "machine_rank", "main_process_port")
@@ -43,7 +46,9 @@ def read_file(path: str) -> tuple[dict[str, Any], list[Problem]]:
         file = yaml.safe_load(stream)
     if not isinstance(file, dict):
         raise ValueError("it holds no keys")
-    problems = [_unknown_key(key, file.pop(key)) for key in sorted(file.keys() - FILE_KEYS, key=str)]
+    problems = [
+        _unknown_key(key, file.pop(key)) for key in sorted(file.keys() - FILE_KEYS, key=str)
+    ]
     # Without this, accelerate raises a bare Python error: 'int' object has no attribute 'split'.
     for key, example in {"gpu_ids": "all", "mixed_precision": '"no"'}.items():
         if not isinstance(file.get(key), str | None):
@@ -79,8 +84,11 @@ def _mended_number(file: dict[str, Any], key: str) -> Problem | None:
 
 def _unknown_key(key: str, value: Any) -> Problem:
     cure = "delete it" + did_you_mean(key, FILE_KEYS)
-    if key in flag_names():  # `max_restarts` is a flag only; `zero_stage` is also a key of a section
-        cure = f"pass `--{key}` on the command line, or move it into its section (`deepspeed_config:`)"
+    # `max_restarts` is a flag only; `zero_stage` is also a key of a section
+    if key in flag_names():
+        cure = (
+            f"pass `--{key}` on the command line, or move it into its section (`deepspeed_config:`)"
+        )
     return Problem(f"accelerate rejects a file with the key `{key}` (got {value!r})", cure)
 
 
@@ -94,10 +102,13 @@ def merge(args: argparse.Namespace) -> str:
     names = [name for name in vars(accelerate_launch) if name.endswith("_launcher")]
     with ExitStack() as stack:
         for name in names:
-            stack.enter_context(replaced(accelerate_launch, name, lambda *_, name=name: called.append(name)))
+            stack.enter_context(
+                replaced(accelerate_launch, name, lambda *_, name=name: called.append(name))
+            )
         # For `--mixed_precision bf16` accelerate checks the GPU, and a login node may have none.
         stack.enter_context(replaced(accelerate_launch, "is_bf16_available", lambda *_: True))
-        stack.enter_context(replaced(accelerate_launch, "logger", SILENT))  # accelerate logs default thread counts
+        # accelerate logs default thread counts
+        stack.enter_context(replaced(accelerate_launch, "logger", SILENT))
         accelerate_launch.launch_command(args)
     return called[0]
 
@@ -119,7 +130,11 @@ def read_launch(
     except yaml.YAMLError as error:
         return None, [_no_yaml(path, error)]
     except (OSError, ValueError) as error:
-        return None, [Problem(f"cannot read `{path}` ({error})", "give accelerate's config file, before all flags")]
+        return None, [
+            Problem(
+                f"cannot read `{path}` ({error})", "give accelerate's config file, before all flags"
+            )
+        ]
     args = parse_flags(path, flags, script)
     problems += filter(None, [_missing_count(args, file, gpus_per_node)])
     try:
@@ -129,7 +144,8 @@ def read_launch(
             args.config_file = mended.name
             launcher = merge(args)
         launch, found = _launch(args, file, launcher, gpus_per_node)
-    except Exception as error:  # accelerate raises ValueError, AssertionError, AttributeError, TypeError and more
+    # accelerate raises ValueError, AssertionError, AttributeError, TypeError and more
+    except Exception as error:
         return None, [
             *problems,
             Problem(
@@ -149,9 +165,15 @@ def _no_yaml(path: str, error: yaml.YAMLError) -> Problem:
     )
 
 
-def _missing_count(args: argparse.Namespace, file: dict[str, Any], gpus_per_node: int) -> Problem | None:
+def _missing_count(
+    args: argparse.Namespace, file: dict[str, Any], gpus_per_node: int
+) -> Problem | None:
     """Fill in a missing `num_processes`, without which accelerate stops."""
-    if args.num_processes is not None or file.get("num_processes") is not None or file.get("distributed_type") == "NO":
+    if (
+        args.num_processes is not None
+        or file.get("num_processes") is not None
+        or file.get("distributed_type") == "NO"
+    ):
         return None
     nodes = max(1, args.num_machines or file.get("num_machines") or 1)
     share = 1 if args.cpu or file.get("use_cpu") else max(1, gpus_per_node - 1)
@@ -167,7 +189,9 @@ def _launch(
 ) -> tuple[Launch, list[Problem]]:
     args.machine_rank, port = args.machine_rank or 0, args.main_process_port
     run, environment = _prepared(args, launcher) if launcher in PREPARE else (None, {})
-    deepspeed, problems = read_deepspeed(args, environment) if args.use_deepspeed and environment else (None, [])
+    deepspeed, problems = (
+        read_deepspeed(args, environment) if args.use_deepspeed and environment else (None, [])
+    )
     nodes = max(1, args.num_machines)
     ranks = (args.num_processes or 1) // nodes
     launch = Launch(

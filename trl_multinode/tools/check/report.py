@@ -14,7 +14,13 @@ from .command_line import OWN_FLAGS, batch_of, parse
 from .flags import split_at_script
 from .launch import Batch, Engines, Launch, Problem, Script
 from .reading import read_launch
-from .rules import count_problems, device_problems, launcher_problems, strategy_problems, variable_problems
+from .rules import (
+    count_problems,
+    device_problems,
+    launcher_problems,
+    strategy_problems,
+    variable_problems,
+)
 from .rules_batch import world_problems
 from .rules_deepspeed import offload_problems, value_problems, zero_notes, zero_problems
 from .rules_engines import engine_notes, engine_problems, head_problems
@@ -133,7 +139,9 @@ def table(launch: Launch) -> Table:
         rows["script"] = script.name if script.node_mode else f"{script.name}, without node mode"
     if batch := script.batch:
         world, group = batch.world(launch.num_ranks), batch.num_generations
-        rows["world batch"] = f"{world} completions: {world / group:g} prompts x {group} generations"
+        rows["world batch"] = (
+            f"{world} completions: {world / group:g} prompts x {group} generations"
+        )
     return rich_table(f"node {args.machine_rank}", ("", ""), rows.items())
 
 
@@ -156,7 +164,10 @@ def _strategy(launch: Launch) -> str:
     if args.use_deepspeed:
         strategy = f"DeepSpeed ZeRO-{deepspeed.stage if deepspeed else '?'}"
     if deepspeed and deepspeed.path:
-        strategy, precision = f"{strategy} of {deepspeed.path}", deepspeed.precision or "of the script"
+        strategy, precision = (
+            f"{strategy} of {deepspeed.path}",
+            deepspeed.precision or "of the script",
+        )
     return f"{runner}, {strategy}, mixed precision {precision}"
 
 
@@ -165,7 +176,12 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     port = not options.wait  # the roll-call looks for the port's owner, and may be that itself
     launch, problems = check(
-        options.file, options.flags, options.batch, options.gpus_per_node or 8, options.engines, port
+        options.file,
+        options.flags,
+        options.batch,
+        options.gpus_per_node or 8,
+        options.engines,
+        port,
     )
     _print(launch, problems, options.file)
     if options.wait:
@@ -174,7 +190,8 @@ def main(argv: list[str]) -> int:
 
 
 def _print(launch: Launch | None, problems: list[Problem], path: str) -> None:
-    console = Console(soft_wrap=True, markup=False, highlight=False)  # a sentence stays on one line, also in a log
+    # a sentence stays on one line, also in a log
+    console = Console(soft_wrap=True, markup=False, highlight=False)
     if launch is not None:
         console.print(table(launch))
         for note in notes(launch):

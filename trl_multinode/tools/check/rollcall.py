@@ -20,7 +20,9 @@ from .attendance import LONGEST_LINE, Hello, State, Verdict, encode, printable
 from .meeting import CONNECT_S, RETRY_S, Meeting, Place, receive
 from .ports import owner_of
 
-OTHER_PORT = ". End the program that has it, or pass another --main_process_port, the same on every node"
+OTHER_PORT = (
+    ". End the program that has it, or pass another --main_process_port, the same on every node"
+)
 QUIET_S = 2.0  # in which the nodes of one job start
 STRANGER_S = 15.0  # a former run may still hold the port for so long
 
@@ -56,8 +58,12 @@ class _Node:
         self._start = time.monotonic()
         self._trouble = ""  # the reason why this node is not connected
         self._stranger_since: float | None = None
-        self._local: bool | None = None  # whether the address of the launch is one of this host, once that is known
-        self._port_error = ""  # the reason why this node, which may hold the roll-call, cannot listen
+        self._local: bool | None = (
+            None  # whether the address of the launch is one of this host, once that is known
+        )
+        self._port_error = (
+            ""  # the reason why this node, which may hold the roll-call, cannot listen
+        )
         self._state = ""
         self._joined = False
 
@@ -89,12 +95,20 @@ class _Node:
         except (OSError, TimeoutError) as error:
             if self._port_error:
                 return self._met_a_stranger()
-            reason = f"no answer within {CONNECT_S:.0f} s" if isinstance(error, TimeoutError) else str(error)
-            self._trouble = f"nobody holds the roll-call at {address}:{port} yet ({reason}){self._misplaced()}"
+            reason = (
+                f"no answer within {CONNECT_S:.0f} s"
+                if isinstance(error, TimeoutError)
+                else str(error)
+            )
+            self._trouble = (
+                f"nobody holds the roll-call at {address}:{port} yet ({reason}){self._misplaced()}"
+            )
             return None
         return await self._converse(*streams)
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Verdict | None:
+    async def _converse(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> Verdict | None:
         where = f"{self.place.address}:{self.place.port}"
         try:
             if not isinstance(await receive(reader, CONNECT_S), State):
@@ -140,14 +154,18 @@ class _Node:
         if self.meeting is not None and self.meeting.attendance.joined:
             return Verdict(PEER_LOST, [f"error: {self.meeting.state()}; {limit}"])
         code = CONFIGURATION if "cannot resolve" in self._trouble else PEER_LOST
-        return Verdict(code, [f"error: {self._trouble or self._state or 'the roll-call had no end'}; {limit}"])
+        return Verdict(
+            code, [f"error: {self._trouble or self._state or 'the roll-call had no end'}; {limit}"]
+        )
 
     # ---- server -----------------------------------------------------------------------------------------------------
 
     def _is_local(self) -> bool:
         """Return whether the address of the launch is one of this host."""
         with suppress(OSError):
-            for family, kind, _, _, address in socket.getaddrinfo(self.place.address, 0, type=socket.SOCK_STREAM):
+            for family, kind, _, _, address in socket.getaddrinfo(
+                self.place.address, 0, type=socket.SOCK_STREAM
+            ):
                 with socket.socket(family, kind) as probe, suppress(OSError):
                     probe.bind(address)
                     return True

@@ -22,7 +22,11 @@ STRATEGIES = {
 def replaced_strategy(launch: Launch) -> str | None:
     """Return the flag of the command line that replaces the strategy for which the file has a section, if any."""
     kind = launch.file["distributed_type"]
-    flags = [name for name, strategy in STRATEGIES.items() if name in launch.args.nondefault and strategy != kind]
+    flags = [
+        name
+        for name, strategy in STRATEGIES.items()
+        if name in launch.args.nondefault and strategy != kind
+    ]
     return flags[0] if flags and kind in ("DEEPSPEED", "FSDP") else None
 
 
@@ -65,7 +69,10 @@ def strategy_problems(launch: Launch) -> Iterator[Problem]:
             "write `fsdp_version: 2` under `fsdp_config:`",
         )
     for name in ("tp_size", "cp_size", "sp_size"):
-        if args.use_parallelism_config and (size := getattr(args, f"parallelism_config_{name}")) > 1:
+        if (
+            args.use_parallelism_config
+            and (size := getattr(args, f"parallelism_config_{name}")) > 1
+        ):
             yield Problem(
                 f"in node mode ranks share no rows (got `parallelism_config_{name}` {size}, expected 1)",
                 f"delete `parallelism_config_{name}`; FSDP2 shards the model over all ranks",
@@ -74,10 +81,19 @@ def strategy_problems(launch: Launch) -> Iterator[Problem]:
 
 def count_problems(launch: Launch) -> Iterator[Problem]:
     """Yield a problem if `num_processes`, the total, is one node's share or is not divisible by the nodes."""
-    total, nodes, most = launch.args.num_processes or 1, launch.num_nodes, max(1, launch.gpus_per_node - 1)
+    total, nodes, most = (
+        launch.args.num_processes or 1,
+        launch.num_nodes,
+        max(1, launch.gpus_per_node - 1),
+    )
     on_gpus = launch.visible is not None
     # 8 processes on 4 nodes of 8 GPUs; 8 on 2 nodes are the split 4 + 4
-    share = on_gpus and nodes > 1 and total in (most, most + 1) and 2 * (total // nodes) < launch.gpus_per_node
+    share = (
+        on_gpus
+        and nodes > 1
+        and total in (most, most + 1)
+        and 2 * (total // nodes) < launch.gpus_per_node
+    )
     if share and not (total % nodes == 0 and launch.script.engines.chosen):
         what = f"`num_processes` is the total, not one node's share: {total // nodes} of {launch.gpus_per_node} GPUs"
         what += f" a node would train (got {total}, expected {most * nodes} for {most} on each of {nodes} nodes)"
@@ -87,7 +103,10 @@ def count_problems(launch: Launch) -> Iterator[Problem]:
         yield Problem(what, cure)
     elif total % nodes != 0:
         shares = sorted(
-            {min(max(1, share), most if on_gpus else total) for share in (total // nodes, total // nodes + 1)}
+            {
+                min(max(1, share), most if on_gpus else total)
+                for share in (total // nodes, total // nodes + 1)
+            }
         )
         fits = " or ".join(f"{share * nodes} ({share} a node)" for share in shares)
         yield Problem(
@@ -118,7 +137,9 @@ def device_problems(launch: Launch) -> Iterator[Problem]:
     if launch.started > most:
         what = f"no GPU is left over for the engine (got {launch.started} processes a node, expected {most} or less)"
         fewer = f"write `num_processes: {launch.num_nodes * most}`, the total, or " if most else ""
-        yield Problem(what, f"{fewer}name a training GPU in the trainer's `vllm_devices`, to share it")
+        yield Problem(
+            what, f"{fewer}name a training GPU in the trainer's `vllm_devices`, to share it"
+        )
         return
     variable = gpu_variable(os.environ)
     by_ids = launch.args.gpu_ids != "all" and variable == CUDA

@@ -14,9 +14,16 @@ def world_problems(launch: Launch) -> Iterator[Problem]:
 
 def batch_problems(batch: Batch, num_ranks: int) -> Iterator[Problem]:
     """Yield violations of `GRPOConfig`'s arithmetic: all ranks of all nodes together must generate whole groups."""
-    group, rows, world = batch.num_generations, batch.per_device_train_batch_size, batch.world(num_ranks)
+    group, rows, world = (
+        batch.num_generations,
+        batch.per_device_train_batch_size,
+        batch.world(num_ranks),
+    )
     if group < 2:
-        yield Problem(f"a group of one has no advantage (`num_generations` got {group}, expected 2 or more)", "pass 8")
+        yield Problem(
+            f"a group of one has no advantage (`num_generations` got {group}, expected 2 or more)",
+            "pass 8",
+        )
         return
     if batch.generation_batch_size and batch.steps_per_generation:
         yield Problem(
@@ -39,8 +46,14 @@ def batch_problems(batch: Batch, num_ranks: int) -> Iterator[Problem]:
 
 def _values_that_work(batch: Batch, num_ranks: int) -> str:
     """List the valid values nearest to the current ones, for a change of one argument."""
-    group, rows, world = batch.num_generations, batch.per_device_train_batch_size, batch.world(num_ranks)
-    steps_name = "steps_per_generation" if batch.steps_per_generation else "gradient_accumulation_steps"
+    group, rows, world = (
+        batch.num_generations,
+        batch.per_device_train_batch_size,
+        batch.world(num_ranks),
+    )
+    steps_name = (
+        "steps_per_generation" if batch.steps_per_generation else "gradient_accumulation_steps"
+    )
     divisors = [size for size in range(2, world + 1) if world % size == 0]
     nearest = sorted(sorted(divisors, key=lambda size: abs(size - group))[:4])
     return (

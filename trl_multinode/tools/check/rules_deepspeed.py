@@ -58,7 +58,11 @@ def value_problems(launch: Launch) -> Iterator[Problem]:
         cure = "delete it from the file, the trainer fills it in"
         if deepspeed.path:
             cure = f'write `"{one.key.rpartition(".")[2]}": "auto"` in `{deepspeed.path}`'
-            cure += "; accelerate takes 1 if it is missing" if one.key == "gradient_accumulation_steps" else ""
+            cure += (
+                "; accelerate takes 1 if it is missing"
+                if one.key == "gradient_accumulation_steps"
+                else ""
+            )
         yield Problem(f"{what} (got {one.value}, expected {one.expected})", cure)
 
 

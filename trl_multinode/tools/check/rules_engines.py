@@ -46,7 +46,11 @@ def _assigned(launch: Launch) -> EngineDevices | None:
     Without GPUs any number of engines runs, and `device_problems` reports that none is left.
     """
     engines, gpus = launch.script.engines, launch.visible
-    if not gpus or not launch.script.node_mode or not (engines.vllm_devices or launch.started < len(gpus)):
+    if (
+        not gpus
+        or not launch.script.node_mode
+        or not (engines.vllm_devices or launch.started < len(gpus))
+    ):
         return None
     topology = Topology(
         rank=launch.started * launch.args.machine_rank,

@@ -8,9 +8,24 @@ from .launch import Launch, Problem
 from .rules import replaced_strategy
 
 # Accelerate merges these keys separately, so the merged value may differ from the file's.
-MERGED_APART = {"compute_environment", "distributed_type", "mixed_precision", "debug", "fp16", "dynamo_backend"}
+MERGED_APART = {
+    "compute_environment",
+    "distributed_type",
+    "mixed_precision",
+    "debug",
+    "fp16",
+    "dynamo_backend",
+}
 MERGED_APART |= {"main_process_port", "machine_rank"}
-TPU_KEYS = {"tpu_name", "tpu_zone", "command_file", "commands", "tpu_vm", "tpu_env", "main_training_function"}
+TPU_KEYS = {
+    "tpu_name",
+    "tpu_zone",
+    "command_file",
+    "commands",
+    "tpu_vm",
+    "tpu_env",
+    "main_training_function",
+}
 
 
 def key_problems(launch: Launch) -> Iterator[Problem]:
@@ -19,11 +34,17 @@ def key_problems(launch: Launch) -> Iterator[Problem]:
     for key, value in launch.file.items():
         if key in unread_for_a_flag:
             continue  # a problem of the flag, not of the file
-        if not value or key in launch.args.nondefault or (key, value) == ("main_training_function", "main"):
+        if (
+            not value
+            or key in launch.args.nondefault
+            or (key, value) == ("main_training_function", "main")
+        ):
             continue
         effective = getattr(launch.args, key, None)
         if not _is_read(key, launch):
-            yield Problem(f"nothing reads `{key}` in this launch (got {value!r})", "delete it from the file")
+            yield Problem(
+                f"nothing reads `{key}` in this launch (got {value!r})", "delete it from the file"
+            )
         elif isinstance(value, dict):
             yield from _section_problems(key, value)
         elif key not in MERGED_APART and _plain(effective) != _plain(value):
@@ -53,7 +74,9 @@ def _section_problems(section: str, values: dict[str, Any]) -> Iterator[Problem]
 
     Accelerate sets every key of a section on its arguments, but reads only those that are also flags.
     """
-    prefix = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}.get(section, "")
+    prefix = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}.get(
+        section, ""
+    )
     known = {*flag_names(), "fsdp_ignored_modules"}
     for key in values:
         if prefix + str(key).removeprefix(prefix) not in known:

@@ -16,7 +16,10 @@ DEFAULT_PORT = 29500  # of torchrun
 # srun sets SLURM_STEP_NUM_NODES; SLURM_NNODES is also set in a shell of salloc, which runs on one node.
 SCHEDULERS = {
     "PET_NODE_RANK": ("PET_NNODES", "$PET_MASTER_ADDR"),
-    "SLURM_NODEID": ("SLURM_STEP_NUM_NODES", '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'),
+    "SLURM_NODEID": (
+        "SLURM_STEP_NUM_NODES",
+        '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+    ),
 }
 
 
@@ -30,7 +33,11 @@ def rank_problems(launch: Launch) -> Iterator[Problem]:
         )
     if last == 0:
         return
-    if not launch.rank_in_file and "machine_rank" not in launch.args.nondefault and not launch.ranks_by_arrival:
+    if (
+        not launch.rank_in_file
+        and "machine_rank" not in launch.args.nondefault
+        and not launch.ranks_by_arrival
+    ):
         what = f"`machine_rank` is missing, and accelerate takes 0 on every node (got None, expected 0 to {last})"
         variable = next((f"${name}" for name in SCHEDULERS if name in os.environ), None)
         cure = f"pass `--machine_rank {variable}`, which accelerate does not read by itself"
@@ -46,7 +53,12 @@ def rank_problems(launch: Launch) -> Iterator[Problem]:
 
 def port_problems(launch: Launch) -> Iterator[Problem]:
     """Yield a problem if another process of this node, on which rank 0 is to listen, has the port."""
-    if launch.num_nodes == 1 or launch.args.machine_rank != 0 or launch.port == 0 or not is_port_in_use(launch.port):
+    if (
+        launch.num_nodes == 1
+        or launch.args.machine_rank != 0
+        or launch.port == 0
+        or not is_port_in_use(launch.port)
+    ):
         return
     owner = owner_of(launch.port or DEFAULT_PORT)
     cure = "pass another `--main_process_port`, the same on every node"
@@ -58,7 +70,9 @@ def port_problems(launch: Launch) -> Iterator[Problem]:
 
 
 def _address_problems(address: str | None) -> Iterator[Problem]:
-    variable = next((source for name, (_, source) in SCHEDULERS.items() if name in os.environ), "HOST0")
+    variable = next(
+        (source for name, (_, source) in SCHEDULERS.items() if name in os.environ), "HOST0"
+    )
     cure = f"pass `--main_process_ip {variable}`, the address of node 0, on every node"
     if address is None:
         yield Problem(
@@ -91,7 +105,8 @@ def scheduler_problems(launch: Launch) -> Iterator[Problem]:
     run, nodes = launch.torchrun, launch.num_nodes
     for rank_name, (count_name, _) in SCHEDULERS.items():
         count = os.environ.get(count_name, "").rpartition(":")[2]
-        if run is None or not count.isdigit() or int(count) < 2:  # `srun --pty` opens a shell on one node
+        # `srun --pty` opens a shell on one node
+        if run is None or not count.isdigit() or int(count) < 2:
             continue
         if int(count) != nodes:
             total = launch.ranks_per_node * int(count)
@@ -111,4 +126,8 @@ def scheduler_problems(launch: Launch) -> Iterator[Problem]:
 
 def _is_other_rank(launch: Launch, name: str) -> bool:
     given = launch.rank_in_file or "machine_rank" in launch.args.nondefault
-    return given and os.environ.get(name, "").isdigit() and int(os.environ[name]) != launch.args.machine_rank
+    return (
+        given
+        and os.environ.get(name, "").isdigit()
+        and int(os.environ[name]) != launch.args.machine_rank
+    )

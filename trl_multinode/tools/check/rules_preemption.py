@@ -20,4 +20,6 @@ def preemption_problems(launch: Launch) -> Iterator[Problem]:
 def preemption_notes(launch: Launch) -> Iterator[str]:
     """Yield how long the end of a step and a checkpoint may take, with the variables of this shell."""
     if launch.script.node_mode and launch.endpoint:
-        yield grace_note(float(launch.script.values.get("preemption_grace", NodeSettings.preemption_grace)))
+        yield grace_note(
+            float(launch.script.values.get("preemption_grace", NodeSettings.preemption_grace))
+        )

@@ -51,7 +51,11 @@ def _calls(body: list[ast.stmt], before: list[ast.stmt]) -> Iterator[ParserCall]
         elif not isinstance(statement, ast.ClassDef):
             for node in _calls_in(statement):
                 if isinstance(node.func, ast.Attribute) and node.func.attr in PARSES:
-                    constants = [each for each in node.keywords if each.arg and isinstance(each.value, ast.Constant)]
+                    constants = [
+                        each
+                        for each in node.keywords
+                        if each.arg and isinstance(each.value, ast.Constant)
+                    ]
                     keywords = {str(each.arg): ast.literal_eval(each.value) for each in constants}
                     yield ParserCall(node.func.attr, keywords, node.func.value, so_far)
 
@@ -65,7 +69,10 @@ def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
     if isinstance(statement, DEFINITIONS):
         return []
     blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
-    return [*filter(None, blocks), *(handler.body for handler in getattr(statement, "handlers", []))]
+    return [
+        *filter(None, blocks),
+        *(handler.body for handler in getattr(statement, "handlers", [])),
+    ]
 
 
 def needed_statements(tree: ast.Module, call: ParserCall) -> ast.Module:
@@ -101,7 +108,11 @@ def _used(statement: ast.stmt) -> set[str]:
 
 def _globals(table: symtable.SymbolTable) -> set[str]:
     outermost = table.get_type() == "module"
-    names = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (outermost or s.is_global())}
+    names = {
+        s.get_name()
+        for s in table.get_symbols()
+        if s.is_referenced() and (outermost or s.is_global())
+    }
     return names.union(*map(_globals, table.get_children()))
 
 
@@ -207,7 +218,8 @@ def read_script(name: str, is_module: bool) -> tuple[ast.Module, str]:
 
 def _path_of(module: str) -> str:
     spec = importlib.util.find_spec(module)
-    if spec is not None and spec.submodule_search_locations:  # `python -m folder` runs its `__main__`
+    # `python -m folder` runs its `__main__`
+    if spec is not None and spec.submodule_search_locations:
         spec = importlib.util.find_spec(f"{module}.__main__")
     if spec is None or spec.origin is None:
         raise ImportError(f"no module {module}")
@@ -216,5 +228,9 @@ def _path_of(module: str) -> str:
 
 def _module_of_main(tree: ast.Module) -> str | None:
     """Return the module from which a script imports its `main`, as in `from x import main; main()`."""
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
-    return next((node.module for node in imports for alias in node.names if alias.name == "main"), None)
+    imports = [
+        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level
+    ]
+    return next(
+        (node.module for node in imports for alias in node.names if alias.name == "main"), None
+    )

@@ -17,10 +17,14 @@ from .rollcall import call, say
 from .rules_nodes import DEFAULT_PORT
 
 INTERRUPTED = 130  # 128 + SIGINT
-NO_PLACE = "nodes meet only with a static rendezvous (leave `rdzv_backend` out) and torchrun as launcher"
+NO_PLACE = (
+    "nodes meet only with a static rendezvous (leave `rdzv_backend` out) and torchrun as launcher"
+)
 
 
-def wait_and_run(launch: Launch | None, problems: list[Problem], timeout_s: float, command: Sequence[str]) -> int:
+def wait_and_run(
+    launch: Launch | None, problems: list[Problem], timeout_s: float, command: Sequence[str]
+) -> int:
     """
     Meet the other nodes, then run a command.
 
@@ -53,7 +57,12 @@ def wait_and_run(launch: Launch | None, problems: list[Problem], timeout_s: floa
 def place_of(launch: Launch, timeout_s: float) -> Place | None:
     """Return the place of the roll-call of a launch; `None` if its nodes have no address and port in common."""
     address = launch.args.main_process_ip
-    if launch.ranks_by_arrival or launch.own_launcher or not (address or "").strip() or launch.port == 0:
+    if (
+        launch.ranks_by_arrival
+        or launch.own_launcher
+        or not (address or "").strip()
+        or launch.port == 0
+    ):
         return None
     return Place(address.strip("[]"), launch.port or DEFAULT_PORT, timeout_s)
 
@@ -61,7 +70,11 @@ def place_of(launch: Launch, timeout_s: float) -> Place | None:
 def _meet(place: Place, launch: Launch, problems: list[Problem]) -> int:
     gpus = torch.cuda.device_count() if launch.visible is not None else 0
     hello = hello_of(
-        launch, gpus, launch.started, local_versions(), [f"{problem.what}: {problem.cure}" for problem in problems]
+        launch,
+        gpus,
+        launch.started,
+        local_versions(),
+        [f"{problem.what}: {problem.cure}" for problem in problems],
     )
     try:
         return asyncio.run(call(place, hello)).code
@@ -70,7 +83,19 @@ def _meet(place: Place, launch: Launch, problems: list[Problem]) -> int:
         return INTERRUPTED
 
 
-def hello_of(launch: Launch, gpus: int, processes: int, versions: dict[str, str], problems: list[str]) -> Hello:
+def hello_of(
+    launch: Launch, gpus: int, processes: int, versions: dict[str, str], problems: list[str]
+) -> Hello:
     """Return the message of this node."""
     host, nodes = socket.gethostname(), launch.num_nodes
-    return Hello(launch.args.machine_rank, host, host_id(), os.getpid(), nodes, processes, gpus, versions, problems)
+    return Hello(
+        launch.args.machine_rank,
+        host,
+        host_id(),
+        os.getpid(),
+        nodes,
+        processes,
+        gpus,
+        versions,
+        problems,
+    )

@@ -20,7 +20,9 @@ from .facts import Finding, NodeReport
 from .links import Link, link_findings
 from .ring import RingPlan
 
-RING_START_S = 120.0  # for the import of torch on a slow file system, and for NCCL's first connections
+RING_START_S = (
+    120.0  # for the import of torch on a slow file system, and for NCCL's first connections
+)
 CONNECT_S = 5.0  # between neighbours
 ROUND_S = 10.0  # for one round of the ring, with one GPU; mostly below 1 s
 
@@ -54,19 +56,28 @@ def examine_cluster(case: Case, report: NodeReport, timeout_s: float) -> Cluster
     """
     place = place_of(case.launch, timeout_s)
     if place is None:
-        return ClusterReport([report], findings=[Finding("error", "roll-call", NO_PLACE, "see the errors above")])
+        return ClusterReport(
+            [report], findings=[Finding("error", "roll-call", NO_PLACE, "see the errors above")]
+        )
     # Versions and numbers are compared in the report, where all are shown
     hello = hello_of(case.launch, report.gpus, processes=0, versions={}, problems=[])
     verdict = asyncio.run(call(place, hello))
     if verdict.code:
         cure = "docs/operate/errors.md explains the lines of the roll-call"
         lines = [line.removeprefix("error: ") for line in verdict.lines]
-        return ClusterReport([report], findings=[Finding("error", "roll-call", line, cure) for line in lines])
+        return ClusterReport(
+            [report], findings=[Finding("error", "roll-call", line, cure) for line in lines]
+        )
     try:
         with Exchange(place.address, place.port, case.rank, case.launch.num_nodes) as exchange:
             return _together(case, report, exchange, place)
     except NodeLost as error:
-        finding = Finding("error", "nodes", str(error), "look at the output of that node, and start all nodes again")
+        finding = Finding(
+            "error",
+            "nodes",
+            str(error),
+            "look at the output of that node, and start all nodes again",
+        )
         return ClusterReport([report], findings=[finding])
 
 
@@ -120,7 +131,9 @@ def _compared(node: NodeReport) -> dict[str, str]:
     return {fact.name: fact.value for fact in node.facts if fact.same}
 
 
-def _unreachable(report: NodeReport, nodes: list[NodeReport], exchange: Exchange) -> Iterator[Finding]:
+def _unreachable(
+    report: NodeReport, nodes: list[NodeReport], exchange: Exchange
+) -> Iterator[Finding]:
     """Let each node connect to the next one, and yield an error for each that cannot.
 
     A firewall may let all nodes reach node 0 and not each other.
@@ -162,14 +175,25 @@ def _cannot_reach(address: str, port: int) -> str:
 
 def measure_links(plan: RingPlan, nic: str, limit_s: float) -> RingResult:
     """Run the process that measures the links of this node, and return its result or the reason why it has none."""
-    command = [sys.executable, "-m", "trl_multinode.tools.doctor.ring", msgspec.json.encode(plan).decode()]
-    interface = {} if os.environ.get("GLOO_SOCKET_IFNAME") or not nic else {"GLOO_SOCKET_IFNAME": nic}
+    command = [
+        sys.executable,
+        "-m",
+        "trl_multinode.tools.doctor.ring",
+        msgspec.json.encode(plan).decode(),
+    ]
+    interface = (
+        {} if os.environ.get("GLOO_SOCKET_IFNAME") or not nic else {"GLOO_SOCKET_IFNAME": nic}
+    )
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **interface}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=limit_s
+        )
     except subprocess.TimeoutExpired:
         return RingResult(error=f"the transfers did not end within {limit_s:.0f} s")
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return RingResult(error=f"exit code {done.returncode}: {last[:300]}")
-    return RingResult(links=msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=list[Link]))
+    return RingResult(
+        links=msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=list[Link])
+    )

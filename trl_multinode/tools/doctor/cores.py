@@ -67,7 +67,9 @@ def examine_memory(case: Case) -> Iterator[Fact | Finding]:
     found = psutil.virtual_memory()
     limit = min(_memory_limit(), found.total)
     text = f"{size(found.available)} free of {size(found.total)}"
-    yield Fact("memory", text if limit == found.total else f"{text}, the container may use {size(limit)}")
+    yield Fact(
+        "memory", text if limit == found.total else f"{text}, the container may use {size(limit)}"
+    )
 
 
 def _memory_limit() -> float:

@@ -36,9 +36,13 @@ class Exchange:
         self._rank, self._nodes = rank, nodes
         limit = timedelta(seconds=STEP_S)
         try:
-            self._store = dist.TCPStore(address, port, is_master=rank == 0, timeout=limit, wait_for_workers=False)
+            self._store = dist.TCPStore(
+                address, port, is_master=rank == 0, timeout=limit, wait_for_workers=False
+            )
         except RuntimeError as error:
-            raise NodeLost(f"node 0 cannot be reached at {address}:{port} after the roll-call ({error})") from None
+            raise NodeLost(
+                f"node 0 cannot be reached at {address}:{port} after the roll-call ({error})"
+            ) from None
 
     def __enter__(self) -> Self:
         return self
@@ -48,7 +52,11 @@ class Exchange:
         with suppress(RuntimeError):  # node 0 has ended
             self._store.add("left", 1)
             until = time.monotonic() + LEAVE_S
-            while self._rank == 0 and self._store.add("left", 0) < self._nodes and time.monotonic() < until:
+            while (
+                self._rank == 0
+                and self._store.add("left", 0) < self._nodes
+                and time.monotonic() < until
+            ):
                 time.sleep(POLL_S)
 
     def gather(self, key: str, value: T, limit_s: float = STEP_S) -> list[T]:
@@ -61,10 +69,14 @@ class Exchange:
         keys = [f"{key}/{rank}" for rank in range(self._nodes)]
         try:
             self._store.set(keys[self._rank], msgspec.json.encode(value))
-            while missing := [str(rank) for rank, one in enumerate(keys) if not self._store.check([one])]:
+            while missing := [
+                str(rank) for rank, one in enumerate(keys) if not self._store.check([one])
+            ]:
                 if time.monotonic() > until:
                     names = ", ".join(missing[:16])
-                    raise NodeLost(f"node {names} did not go on within {limit_s:.0f} s after the roll-call")
+                    raise NodeLost(
+                        f"node {names} did not go on within {limit_s:.0f} s after the roll-call"
+                    )
                 time.sleep(POLL_S)
             return [msgspec.json.decode(self._store.get(one), type=type(value)) for one in keys]
         except RuntimeError:

@@ -103,7 +103,10 @@ def amd_gpus() -> list[Gpu]:
                 total=_number(device / "mem_info_vram_total"),
                 used=_number(device / "mem_info_vram_used"),
                 driver=_text(SYS / "module/amdgpu/version") or "amdgpu of the kernel",
-                pids={int(file.parent.name): _number(file) for file in kfd.glob(f"proc/*/vram_{gpu_id}")},
+                pids={
+                    int(file.parent.name): _number(file)
+                    for file in kfd.glob(f"proc/*/vram_{gpu_id}")
+                },
             )
         )
     return found

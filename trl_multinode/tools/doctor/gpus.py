@@ -11,13 +11,17 @@ from .case import Case
 from .facts import Fact, Finding, size
 from .gpu_list import Gpu, NoTool, list_gpus
 
-IDLE = 1 << 30  # bytes that a driver or a display may hold on a free GPU; a CUDA context takes about 0.5 GiB
+# bytes that a driver or a display may hold on a free GPU; a CUDA context takes about 0.5 GiB
+IDLE = 1 << 30
 
 
 def visible_gpus(found: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
     """Return the GPUs that CUDA or HIP shows to a process with these variables, in its order."""
     if on_amd(environ):
-        found = [replace(gpu, index=str(index)) for index, gpu in enumerate(_chosen(found, environ.get(ROCR)))]
+        found = [
+            replace(gpu, index=str(index))
+            for index, gpu in enumerate(_chosen(found, environ.get(ROCR)))
+        ]
     return _chosen(found, environ.get(gpu_variable(environ)))
 
 
@@ -32,7 +36,14 @@ def _named(name: str, found: list[Gpu]) -> Gpu | None:
     """Return the GPU of an index or of the beginning of a UUID; `None` for an unknown one, at which CUDA stops."""
     if name.startswith("MIG-"):
         return Gpu(name, name, "slice of a GPU (MIG)", 0, 0, "")
-    return next((gpu for gpu in found if name == gpu.index or (len(name) > 4 and gpu.uuid.startswith(name))), None)
+    return next(
+        (
+            gpu
+            for gpu in found
+            if name == gpu.index or (len(name) > 4 and gpu.uuid.startswith(name))
+        ),
+        None,
+    )
 
 
 def count_gpus(case: Case) -> int:
@@ -96,10 +107,15 @@ def _occupied(seen: list[Gpu]) -> Iterator[Fact | Finding]:
     busy = [gpu for gpu in seen if gpu.used > IDLE]
     yield Fact("free GPUs", f"{len(seen) - len(busy)} of {len(seen)}")
     for gpu in busy:
-        holders = [f"{process_name(pid)} has {size(used) if used else 'some'}" for pid, used in gpu.pids.items()]
+        holders = [
+            f"{process_name(pid)} has {size(used) if used else 'some'}"
+            for pid, used in gpu.pids.items()
+        ]
         who, cure = "; ".join(holders), "end them (`kill PID`)"
         if not holders:
-            who = "by processes that are not visible from here, in another container or of a past job"
+            who = (
+                "by processes that are not visible from here, in another container or of a past job"
+            )
             cure = "look with `nvidia-smi` or `rocm-smi` on the host, outside of the container"
         yield Finding(
             "error",

@@ -44,7 +44,9 @@ def usual_speed(links: list[Link]) -> float:
 def slow_links(links: list[Link]) -> list[Link]:
     """Return the links with less than half of the usual speed, the slowest first."""
     limit = SLOW_SHARE * usual_speed(links)
-    return sorted((link for link in links if link.gbit_per_s < limit), key=lambda link: link.gbit_per_s)
+    return sorted(
+        (link for link in links if link.gbit_per_s < limit), key=lambda link: link.gbit_per_s
+    )
 
 
 def link_findings(links: list[Link], nodes: list[NodeReport], on_gpus: bool) -> list[Finding]:

@@ -68,7 +68,9 @@ def _snapshot(name: str, kind: str, revision: str | None) -> Path | None:
     if Path(name).is_dir():
         return Path(name)
     try:
-        return Path(snapshot_download(name, repo_type=kind, revision=revision, local_files_only=True))
+        return Path(
+            snapshot_download(name, repo_type=kind, revision=revision, local_files_only=True)
+        )
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
 

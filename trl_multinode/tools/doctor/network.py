@@ -32,7 +32,11 @@ class Nic:
     @property
     def network(self) -> str:
         """Return the speed, if it is known, and the MTU. Nodes with another MTU than the others lose long packets."""
-        return f"{self.mbit_per_s / 1000:g} Gbit/s, MTU {self.mtu}" if self.mbit_per_s else f"MTU {self.mtu}"
+        return (
+            f"{self.mbit_per_s / 1000:g} Gbit/s, MTU {self.mtu}"
+            if self.mbit_per_s
+            else f"MTU {self.mtu}"
+        )
 
 
 def nics() -> list[Nic]:
@@ -56,7 +60,11 @@ def chosen_interfaces(value: str, names: Sequence[str]) -> list[str]:
     """
     excluded, exact = value.startswith("^"), value.startswith(("=", "^="))
     words = [word.strip() for word in value.lstrip("^=").split(",") if word.strip()]
-    hit = [name for name in names if any(name == word if exact else name.startswith(word) for word in words)]
+    hit = [
+        name
+        for name in names
+        if any(name == word if exact else name.startswith(word) for word in words)
+    ]
     return [name for name in names if name not in hit and name != "lo"] if excluded else hit
 
 
@@ -73,7 +81,9 @@ def route_to(address: str) -> str | None:
 def nic_towards(case: Case) -> Nic | None:
     """Return the interface for traffic between nodes: the one that a variable chooses, or the one of the route."""
     found = nics()
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if case.on_gpus else ("GLOO_SOCKET_IFNAME",):
+    for variable in (
+        ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if case.on_gpus else ("GLOO_SOCKET_IFNAME",)
+    ):
         names = chosen_interfaces(case.environ.get(variable, ""), [nic.name for nic in found])
         if case.environ.get(variable) and names:
             return next(nic for nic in found if nic.name == names[0])
@@ -130,7 +140,9 @@ def examine_names(case: Case) -> Iterator[Fact | Finding]:
     if own is None:
         return
     seconds = max(_lookup_s(own) for _ in range(LOOKUPS))
-    yield Fact("name of this address", f"{seconds:.1f} s" if seconds > SLOW_NAMES_S else "quick or unknown")
+    yield Fact(
+        "name of this address", f"{seconds:.1f} s" if seconds > SLOW_NAMES_S else "quick or unknown"
+    )
     if seconds > SLOW_NAMES_S:
         yield Finding(
             "warning",
@@ -144,7 +156,9 @@ def examine_names(case: Case) -> Iterator[Fact | Finding]:
 def _lookup_s(address: str) -> float:
     start = time.monotonic()
     with suppress(OSError):
-        socket.getnameinfo((address if ":" in address else f"::ffff:{address}", 0, 0, 0), socket.NI_NUMERICSERV)
+        socket.getnameinfo(
+            (address if ":" in address else f"::ffff:{address}", 0, 0, 0), socket.NI_NUMERICSERV
+        )
     return time.monotonic() - start
 
 
@@ -178,7 +192,9 @@ def _resolved(address: str) -> str | None:
 
 def examine_variables(case: Case) -> Iterator[Fact | Finding]:
     """Yield the variables of NCCL and gloo, and errors for interfaces that do not exist."""
-    given = {name: value for name, value in sorted(case.environ.items()) if name.startswith(PREFIXES)}
+    given = {
+        name: value for name, value in sorted(case.environ.items()) if name.startswith(PREFIXES)
+    }
     text = " ".join(f"{name}={value}" for name, value in given.items())
     yield Fact("NCCL and gloo", text or "no variables", same=True)
     names = sorted({nic.name for nic in nics()})
@@ -220,7 +236,11 @@ def _loopback(case: Case, given: dict[str, str]) -> Iterator[Finding]:
 
 def needs_interface(case: Case) -> bool:
     """Return whether gloo must be given its interface for a connection between nodes."""
-    if not case.many_nodes or not case.address or (route_to(case.address) or "127.").startswith("127."):
+    if (
+        not case.many_nodes
+        or not case.address
+        or (route_to(case.address) or "127.").startswith("127.")
+    ):
         return False
     try:
         own = socket.gethostbyname(socket.gethostname())

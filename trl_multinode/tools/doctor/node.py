@@ -54,7 +54,8 @@ def examine(case: Case, examinations: tuple[Examination, ...] = EXAMINATIONS) ->
     report.nic, report.address = (nic.name, nic.address) if nic else ("", "")
     report.gpus = count_gpus(case)
     for found in (one for examination in examinations for one in _safely(examination, case)):
-        if isinstance(found, Fact):  # before another node sees it, which does not know this one's secrets
+        # before another node sees it, which does not know this one's secrets
+        if isinstance(found, Fact):
             report.facts.append(replace(found, value=hide_secrets(found.value, case.environ)))
         else:
             report.findings.append(replace(found, what=hide_secrets(found.what, case.environ)))

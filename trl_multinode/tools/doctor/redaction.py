@@ -17,12 +17,16 @@ IPV4 = re.compile(r"(?<![\d.])(?!127\.|0\.0\.0\.0)(?:\d{1,3}\.){3}\d{1,3}(?![\d.
 
 def hide_secrets(text: str, environ: Mapping[str, str]) -> str:
     """Return a text without tokens: neither values of secret variables, nor what looks or is named like one."""
-    values = {value for name, value in environ.items() if is_secret_name(name) and len(value) >= SHORTEST}
+    values = {
+        value for name, value in environ.items() if is_secret_name(name) and len(value) >= SHORTEST
+    }
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     text = WANDB_KEY.sub(HIDDEN, without_forms(text))
     for named in NAMED:
-        text = named.sub(lambda found: f"{found[1]}{HIDDEN}" if is_secret_name(found[1]) else found[0], text)
+        text = named.sub(
+            lambda found: f"{found[1]}{HIDDEN}" if is_secret_name(found[1]) else found[0], text
+        )
     return text
 
 

@@ -42,7 +42,10 @@ class Report:
         is_terminal = self._streams and sys.stdout.isatty()
         width = PASTED_WIDTH if options.paste else WIDTH
         self._console = Console(
-            force_terminal=is_terminal, width=None if is_terminal else width, highlight=False, markup=False
+            force_terminal=is_terminal,
+            width=None if is_terminal else width,
+            highlight=False,
+            markup=False,
         )
         self._kept: list[str] = []
         self.document: dict[str, Any] = {"level": options.level, "file": options.file}
@@ -76,7 +79,10 @@ class Report:
         elif self._options.paste:
             text = hide_names("\n".join(self._kept), self.hosts).strip()
             title = f"trl-multinode doctor --level {self._options.level}"
-            print(f"<details><summary>{title}</summary>\n\n```text\n{text}\n```\n\n</details>", flush=True)
+            print(
+                f"<details><summary>{title}</summary>\n\n```text\n{text}\n```\n\n</details>",
+                flush=True,
+            )
         return 1 if errors else 0
 
 
@@ -121,7 +127,9 @@ def _static(options: argparse.Namespace, report: Report) -> Launch | None:
     lines = [table(launch), *(f"note: {note}" for note in notes(launch))] if launch else []
     found = [("", Finding("error", "launch", problem.what, problem.cure)) for problem in problems]
     report.section(*lines, findings=found)
-    report.document["problems"] = [{"what": problem.what, "cure": problem.cure} for problem in problems]
+    report.document["problems"] = [
+        {"what": problem.what, "cure": problem.cure} for problem in problems
+    ]
     return launch
 
 

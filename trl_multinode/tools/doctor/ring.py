@@ -39,9 +39,15 @@ def main() -> None:
     """Measure all links of this node, and print those that it receives."""
     plan = msgspec.json.decode(sys.argv[1], type=RingPlan)
     limit = timedelta(seconds=LIMIT_S)
-    store = dist.TCPStore(plan.address, plan.port, is_master=False, timeout=limit, wait_for_workers=False)
+    store = dist.TCPStore(
+        plan.address, plan.port, is_master=False, timeout=limit, wait_for_workers=False
+    )
     dist.init_process_group(
-        plan.backend, store=dist.PrefixStore("ring", store), rank=plan.rank, world_size=plan.nodes, timeout=limit
+        plan.backend,
+        store=dist.PrefixStore("ring", store),
+        rank=plan.rank,
+        world_size=plan.nodes,
+        timeout=limit,
     )
     found = []
     for gpu in [*range(plan.gpus)] or [None]:

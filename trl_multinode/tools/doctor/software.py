@@ -42,9 +42,18 @@ def examine_launch(case: Case) -> Iterator[Fact | Finding]:
 def examine_versions(case: Case) -> Iterator[Fact | Finding]:
     """Yield the versions of the libraries and of the system, and an error for a library that a run needs."""
     found = local_versions()
-    yield Fact("versions", ", ".join(f"{name} {version}" for name, version in found.items() if version != MISSING))
+    yield Fact(
+        "versions",
+        ", ".join(f"{name} {version}" for name, version in found.items() if version != MISSING),
+    )
     yield Fact("system", f"Linux {platform.release()}, {platform.machine()}")
-    needed = ["torch", "trl", "transformers", "accelerate", *(["vllm"] if case.launch.script.node_mode else [])]
+    needed = [
+        "torch",
+        "trl",
+        "transformers",
+        "accelerate",
+        *(["vllm"] if case.launch.script.node_mode else []),
+    ]
     needed += ["deepspeed"] if case.launch.args.use_deepspeed else []
     for name in needed:
         if found.get(name) == MISSING:
@@ -59,7 +68,11 @@ def examine_versions(case: Case) -> Iterator[Fact | Finding]:
 def examine_tracker(case: Case) -> Iterator[Fact | Finding]:
     """Yield the trackers of the script, and findings for a missing package or key. Only rank 0 reports."""
     given = case.value("report_to", "none")
-    names = [name for name in ([given] if isinstance(given, str) else given) if name not in ("none", "all")]
+    names = [
+        name
+        for name in ([given] if isinstance(given, str) else given)
+        if name not in ("none", "all")
+    ]
     yield Fact("tracker", ", ".join(names) or "none")
     severity = "error" if case.rank == 0 else "warning"
     for name in names:
@@ -76,7 +89,8 @@ def examine_tracker(case: Case) -> Iterator[Fact | Finding]:
                 severity,
                 "tracker",
                 f"`report_to` {name}: no key on this node ({variable} is not set), so a run would stop and ask for it",
-                f"export {variable} on node 0" + (", or run `wandb login` there" if name == "wandb" else ""),
+                f"export {variable} on node 0"
+                + (", or run `wandb login` there" if name == "wandb" else ""),
             )
 
 
@@ -86,5 +100,7 @@ def _has_key(case: Case, name: str, variable: str, host: str) -> bool:
     if case.environ.get(variable) or modes & {"offline", "disabled", "true"}:
         return True
     with suppress(OSError, netrc.NetrcParseError):
-        return bool(host) and netrc.netrc(str(Path.home() / ".netrc")).authenticators(host) is not None
+        return (
+            bool(host) and netrc.netrc(str(Path.home() / ".netrc")).authenticators(host) is not None
+        )
     return False

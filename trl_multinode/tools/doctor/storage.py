@@ -68,7 +68,9 @@ def examine_disks(case: Case) -> Iterator[Fact | Finding]:
         free, total = free_bytes(folder)
         yield Fact(name, f"{size(free)} free of {size(total)} ({folder})")
         if not os.access(existing(folder), os.W_OK):
-            yield Finding("error", name, f"{folder} cannot be written on this node", "choose another folder")
+            yield Finding(
+                "error", name, f"{folder} cannot be written on this node", "choose another folder"
+            )
         if free < NEARLY_FULL:
             yield Finding(
                 "error",

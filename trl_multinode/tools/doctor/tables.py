@@ -89,10 +89,20 @@ def links_table(report: ClusterReport, bar: str) -> Table:
         found = Text(*MARKS["error" if link in slow else ""])
         gpu = "" if link.device == "cpu" else f", GPU {link.device}"
         length = max(1, round(BAR * min(1.0, link.gbit_per_s / usual))) if usual else 1
-        cells = (speed(link.gbit_per_s), f"{link.round_trip_ms:.3g} ms", Text(bar * length, found.style))
+        cells = (
+            speed(link.gbit_per_s),
+            f"{link.round_trip_ms:.3g} ms",
+            Text(bar * length, found.style),
+        )
         rows.append((found, f"{names[link.sender]} -> {names[link.receiver]}{gpu}", *cells))
     if more:
-        rows.append(("", f"{more} faster ones", f"up to {speed(max(one.gbit_per_s for one in report.links))}"))
+        rows.append(
+            (
+                "",
+                f"{more} faster ones",
+                f"up to {speed(max(one.gbit_per_s for one in report.links))}",
+            )
+        )
     title = f"ring of {len(names)} nodes over {report.backend}, each link measured alone"
     return rich_table(title, ("", "link", "speed", "round trip", ""), rows)
 

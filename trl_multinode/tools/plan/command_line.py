@@ -28,15 +28,25 @@ def own_parser() -> argparse.ArgumentParser:
         "split of a node's GPUs and with colocation, how long a step takes, and which split to choose. No weights are "
         "read and nothing is started."
     )
-    parser.add_argument("model", help="name on the Hub, a folder with a config.json, or such a file")
+    parser.add_argument(
+        "model", help="name on the Hub, a folder with a config.json, or such a file"
+    )
     parser.add_argument("--nodes", required=True, help="nodes x GPUs of a node, as in 4x8")
     parser.add_argument("--gpu", default="H100-80", help="name and GB of memory (default: H100-80)")
-    parser.add_argument("--prompt", type=positive, default=1024, help="tokens of a prompt (default: 1024)")
-    parser.add_argument("--completion", type=positive, required=True, help="most tokens of a completion")
     parser.add_argument(
-        "--mean", type=positive, help="average tokens of a completion (default: of --run, or a fourth)"
+        "--prompt", type=positive, default=1024, help="tokens of a prompt (default: 1024)"
     )
-    parser.add_argument("--rows", type=positive, required=True, help="completions of a round per node")
+    parser.add_argument(
+        "--completion", type=positive, required=True, help="most tokens of a completion"
+    )
+    parser.add_argument(
+        "--mean",
+        type=positive,
+        help="average tokens of a completion (default: of --run, or a fourth)",
+    )
+    parser.add_argument(
+        "--rows", type=positive, required=True, help="completions of a round per node"
+    )
     text = "rows of a micro-batch, `per_device_train_batch_size` (default: as many as fit)"
     parser.add_argument("--micro_rows", "--micro-rows", type=positive, help=text)
     parser.add_argument(
@@ -45,9 +55,18 @@ def own_parser() -> argparse.ArgumentParser:
     )
     text = "what is in host memory: nothing, the optimizer, or also the parameters (default: none)"
     parser.add_argument("--offload", choices=OFFLOADS, default="none", help=text)
-    parser.add_argument("--link", type=positive, default=400, help="Gbit/s into a node (default: 400)")
-    parser.add_argument("--run", metavar="RUN_DIR", help="`output_dir` of a run: its seconds replace the estimates")
-    parser.add_argument("--trust_remote_code", "--trust-remote-code", action="store_true", help="run the model's code")
+    parser.add_argument(
+        "--link", type=positive, default=400, help="Gbit/s into a node (default: 400)"
+    )
+    parser.add_argument(
+        "--run", metavar="RUN_DIR", help="`output_dir` of a run: its seconds replace the estimates"
+    )
+    parser.add_argument(
+        "--trust_remote_code",
+        "--trust-remote-code",
+        action="store_true",
+        help="run the model's code",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with bytes and seconds")
     return parser
 
@@ -64,7 +83,9 @@ def main(argv: list[str]) -> int:
     except PlanError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
-    splits = [layout for training, reserved in pairs for layout in split_layouts(task, training, reserved)]
+    splits = [
+        layout for training, reserved in pairs for layout in split_layouts(task, training, reserved)
+    ]
     colocated = colocated_layouts(task)
     if options.json:
         layouts = [asdict(each) | {"fits": each.fits} for each in (*splits, *colocated)]
@@ -92,7 +113,9 @@ def task_of(options: argparse.Namespace) -> tuple[Task, list[tuple[int, int]]]:
         longest=options.completion,
     )
     if rows.mean > rows.longest:
-        raise PlanError(f"completions are longer on average than at most: {rows.mean:.0f} > {rows.longest}.")
+        raise PlanError(
+            f"completions are longer on average than at most: {rows.mean:.0f} > {rows.longest}."
+        )
     model = model_size(options.model, options.trust_remote_code, rows.prompt + rows.longest)
     return Task(model, cluster, rows, options.offload, options.micro_rows, run), pairs
 
@@ -103,5 +126,7 @@ def splits_of(text: str | None, gpus: int) -> list[tuple[int, int]]:
         return [parse_split(each, gpus) for each in text.split(",")]
     pairs = [(gpus - reserved, reserved) for reserved in DEFAULT_RESERVED if 2 * reserved <= gpus]
     if not pairs:
-        raise PlanError("a node of one GPU has no split: the GPU trains and generates (`--nodes` from Nx2).")
+        raise PlanError(
+            "a node of one GPU has no split: the GPU trains and generates (`--nodes` from Nx2)."
+        )
     return pairs

@@ -11,7 +11,9 @@ WEIGHT_BYTES = 2  # bfloat16
 BATCHED_TOKENS = 8192  # least of this library's `max_num_batched_tokens`
 # Assumed: CUDA context, NCCL's channels, CUDA graphs
 GRAPH_BYTES = 1.5 * 2**30
-SAMPLER_BYTES = 10  # assumed, per row and word of the vocabulary: logits in bfloat16, twice in float32
+SAMPLER_BYTES = (
+    10  # assumed, per row and word of the vocabulary: logits in bfloat16, twice in float32
+)
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,29 @@ class EngineMemory:
 
 
 def cache_blocks(
-    model: ModelSize, budget: float, tensor_parallel: int = 1, element_bytes: int = 2, block_tokens: int = BLOCK_TOKENS
+    model: ModelSize,
+    budget: float,
+    tensor_parallel: int = 1,
+    element_bytes: int = 2,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> int:
     """Return the blocks of cache of an engine whose GPUs each have `budget` bytes for it."""
-    return int(budget // (block_tokens * model.attention.cache_elements(tensor_parallel) * element_bytes))
+    return int(
+        budget // (block_tokens * model.attention.cache_elements(tensor_parallel) * element_bytes)
+    )
 
 
 def forward_bytes(model: ModelSize, tensor_parallel: int, rows: int) -> float:
     """Return the bytes of the largest forward pass, which vLLM measures before it takes the rest for the cache."""
-    mlp = BATCHED_TOKENS * (6 * model.mlp_width / tensor_parallel + 8 * model.hidden * max(1, model.experts.routed))
+    mlp = BATCHED_TOKENS * (
+        6 * model.mlp_width / tensor_parallel + 8 * model.hidden * max(1, model.experts.routed)
+    )
     return max(mlp, SAMPLER_BYTES * rows * model.vocabulary) + GRAPH_BYTES
 
 
-def engine_memory(task: Task, gpus: int, tensor_parallel: int, taken: float | None = None) -> EngineMemory:
+def engine_memory(
+    task: Task, gpus: int, tensor_parallel: int, taken: float | None = None
+) -> EngineMemory:
     """Return the memory of the engines on `gpus` GPUs of a node.
 
     Args:

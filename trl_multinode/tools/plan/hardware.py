@@ -51,7 +51,9 @@ def parse_nodes(text: str) -> tuple[int, int]:
     """Read nodes x GPUs of a node."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if match is None:
-        raise PlanError(f"`--nodes` are nodes x GPUs of a node (got {text!r}, expected for example 4x8).")
+        raise PlanError(
+            f"`--nodes` are nodes x GPUs of a node (got {text!r}, expected for example 4x8)."
+        )
     return int(match[1]), int(match[2])
 
 
@@ -61,9 +63,13 @@ def parse_gpu(text: str) -> Gpu:
 
     match = re.fullmatch(r"([A-Za-z][\w ]*)-([1-9]\d*)", text)
     if match is None:
-        raise PlanError(f"`--gpu` is a name and the GB of its memory (got {text!r}, expected H100-80).")
+        raise PlanError(
+            f"`--gpu` is a name and the GB of its memory (got {text!r}, expected H100-80)."
+        )
     name = match[1].upper()
-    rate = next((1e12 * rate for known, rate in MEMORY_RATES.items() if known in name.split()), None)
+    rate = next(
+        (1e12 * rate for known, rate in MEMORY_RATES.items() if known in name.split()), None
+    )
     return Gpu(text, int(match[2]) * GIB * USABLE_SHARE, rate, peak_of(name))
 
 

@@ -6,7 +6,14 @@ from .engine_memory import EngineMemory, engine_memory, parallel_degrees
 from .rounds import Decoder, generate
 from .sync_seconds import Rates, Sync, projected
 from .task import Task
-from .training import FREE_SHARE, OTHER_BYTES, TrainingMemory, largest_micro_batch, nodes_needed, training_memory
+from .training import (
+    FREE_SHARE,
+    OTHER_BYTES,
+    TrainingMemory,
+    largest_micro_batch,
+    nodes_needed,
+    training_memory,
+)
 
 # Assumed: share of the peak rate in training; passes beside forward and backward, in units of these: activations that
 # are computed again and the pass that scores a round, a third each
@@ -55,7 +62,10 @@ def split_layouts(task: Task, training: int, reserved: int) -> list[Layout]:
     """Return the layouts of a split, one for each tensor-parallel degree of its engines."""
     degrees = parallel_degrees(task.model, reserved)
     name = f"{training}+{reserved}"
-    return [_layout(task, name, training, reserved, engine_memory(task, reserved, degree)) for degree in degrees]
+    return [
+        _layout(task, name, training, reserved, engine_memory(task, reserved, degree))
+        for degree in degrees
+    ]
 
 
 def colocated_layouts(task: Task) -> list[Layout]:
@@ -68,14 +78,19 @@ def colocated_layouts(task: Task) -> list[Layout]:
     states = training_memory(task, task.cluster.nodes, gpus, 1).states
     taken = states + OTHER_BYTES + FREE_SHARE * task.cluster.gpu.total
     degrees = parallel_degrees(task.model, gpus)
-    return [_layout(task, "colocated", gpus, 0, engine_memory(task, gpus, degree, taken)) for degree in degrees]
+    return [
+        _layout(task, "colocated", gpus, 0, engine_memory(task, gpus, degree, taken))
+        for degree in degrees
+    ]
 
 
 def _layout(task: Task, name: str, training: int, reserved: int, engine: EngineMemory) -> Layout:
     micro = largest_micro_batch(task, training)
     memory = training_memory(task, task.cluster.nodes, training, max(1, micro))
     needed = nodes_needed(task, training)
-    layout = Layout(name, training, reserved, memory, micro, needed, engine, engine.rows(task.row_tokens))
+    layout = Layout(
+        name, training, reserved, memory, micro, needed, engine, engine.rows(task.row_tokens)
+    )
     if layout.fits and task.timed:
         return replace(layout, seconds=_timed(task, layout))
     return layout
@@ -89,9 +104,13 @@ def train_seconds(task: Task, layout: Layout) -> float:
     model, rows, peak = task.model, task.rows, task.cluster.gpu.peak
     assert peak is not None  # the caller checks
     tokens = rows.prompt + rows.mean
-    operations = rows.number * PASSES * (model.operations * tokens + model.square_operations * tokens**2)
+    operations = (
+        rows.number * PASSES * (model.operations * tokens + model.square_operations * tokens**2)
+    )
     compute = operations / (layout.training * peak * MODEL_FLOPS_SHARE)
-    micro_steps = max(1.0, rows.number / layout.training * tokens / (layout.micro_rows * task.row_tokens))
+    micro_steps = max(
+        1.0, rows.number / layout.training * tokens / (layout.micro_rows * task.row_tokens)
+    )
     return max(compute, micro_steps * GATHERS * gather_seconds(task))
 
 

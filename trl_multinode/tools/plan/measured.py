@@ -8,7 +8,14 @@ from typing import Any
 
 from ...run.splits import StepTimes
 from ..timeline.lanes import PhaseLine
-from ..timeline.reading import RANK, TimelineError, numbered_lines, of_attempt, read_logs, read_settings
+from ..timeline.reading import (
+    RANK,
+    TimelineError,
+    numbered_lines,
+    of_attempt,
+    read_logs,
+    read_settings,
+)
 from . import PlanError
 
 WARM_UP = 0.2  # share of the steps, at least one, that is left out
@@ -45,8 +52,12 @@ def read_run(folder: str) -> MeasuredRun:
     steps = sorted({line.step for lines in ranks for line in lines if line.phase == "train"})
     kept = steps[max(1, int(WARM_UP * len(steps))) :]
     if not kept:
-        raise PlanError(f"`--run` needs two steps at least (got {len(steps)} in {folder!r}): wait for more.")
-    logs = [log for log in read_logs([path]) if log.get("step", 0) > kept[0] and "perf/step_s" in log]
+        raise PlanError(
+            f"`--run` needs two steps at least (got {len(steps)} in {folder!r}): wait for more."
+        )
+    logs = [
+        log for log in read_logs([path]) if log.get("step", 0) > kept[0] and "perf/step_s" in log
+    ]
     names = ("perf/step_s", "perf/hidden_share", "engine/tail_share")
     step_s, hidden, tail = (mean_of(logs, name) or 0.0 for name in names)
     in_flight = any("in_flight/mixed_rows" in log for log in logs)
@@ -83,7 +94,11 @@ def _slowest(ranks: list[list[PhaseLine]], phase: str, steps: list[int]) -> floa
     """Return the seconds of a phase in a step on the rank on which it takes longest, without evaluations."""
     sums = []
     for lines in ranks:
-        found = [line for line in lines if line.phase == phase and line.step in steps and not line.evaluation]
+        found = [
+            line
+            for line in lines
+            if line.phase == phase and line.step in steps and not line.evaluation
+        ]
         sums.append(sum(line.seconds for line in found))
     return max(sums) / len(steps)
 
@@ -100,7 +115,9 @@ def _check_nodes(path: Path, nodes: Counter[int]) -> None:
 
 
 def _reserved(logs: list[dict[str, Any]], nodes: int, training: int, folder: str) -> int | None:
-    rates = [(log.get("perf/tokens_per_s"), log.get("perf/tokens_per_s_per_device")) for log in logs]
+    rates = [
+        (log.get("perf/tokens_per_s"), log.get("perf/tokens_per_s_per_device")) for log in logs
+    ]
     devices = [all_ / each for all_, each in rates if all_ and each]
     if not devices:
         return None

@@ -7,8 +7,19 @@ from typing import Any
 
 from . import PlanError
 
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in the configs of transformers
-NO_CACHE = ("linear", "mamba", "conv", "recurrent")  # parts of the names of layers without a cache that grows
+# names in the configs of transformers
+EXPERT_COUNTS = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+)
+# parts of the names of layers without a cache that grows
+NO_CACHE = (
+    "linear",
+    "mamba",
+    "conv",
+    "recurrent",
+)
 
 
 @dataclass(frozen=True)
@@ -20,7 +31,9 @@ class Attention:
     head_size: int
     has_norms: bool  # queries and keys have norms of their own
     cached_layers: int
-    latent: int = 0  # of multi-head latent attention: elements per token and layer, the same on every worker
+    latent: int = (
+        0  # of multi-head latent attention: elements per token and layer, the same on every worker
+    )
 
     def cache_elements(self, tensor_parallel: int) -> int:
         """Return the elements of cache per token on one of an engine's GPUs, which split the key-value heads."""
@@ -49,7 +62,9 @@ class ModelSize:
 
     name: str
     parameters: int
-    largest_layer: int  # parameters of the module that holds most itself, as DeepSpeed's estimator counts
+    largest_layer: (
+        int  # parameters of the module that holds most itself, as DeepSpeed's estimator counts
+    )
     operations: float  # floating-point operations of training per token, without attention
     square_operations: float  # of attention, per squared length of a row
     vocabulary: int
@@ -84,7 +99,11 @@ def model_size(name: str, trust_remote_code: bool = False, length: int = 0) -> M
     model = _build(config, name, trust_remote_code)
     try:
         size = size_of(model)
-    except (AttributeError, TypeError) as error:  # no attention, or another number of heads in each layer
+    # no attention, or another number of heads in each layer
+    except (
+        AttributeError,
+        TypeError,
+    ) as error:
         raise PlanError(
             f"a model of this kind cannot be planned (got {config.model_type!r}: {error}). Expected a transformer "
             "with equal layers; layers without attention may be among them."
@@ -125,7 +144,9 @@ def _build(config: Any, name: str, trust_remote_code: bool) -> Any:
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         try:
             with torch.device("meta"):
-                return kind.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+                return kind.from_config(
+                    config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+                )
         except (ValueError, ImportError, AttributeError) as error:
             reasons.append(str(error).splitlines()[0])
     raise PlanError(
@@ -146,7 +167,9 @@ def size_of(model: Any) -> ModelSize:
     return ModelSize(
         name=type(model).__name__,
         parameters=parameters,
-        largest_layer=max(sum(p.numel() for p in each.parameters(recurse=False)) for each in model.modules()),
+        largest_layer=max(
+            sum(p.numel() for p in each.parameters(recurse=False)) for each in model.modules()
+        ),
         operations=flops.per_token if flops else 6.0 * parameters,
         square_operations=flops.per_square if flops else 0.0,
         vocabulary=text.vocab_size,
@@ -197,4 +220,6 @@ def _mlp_width(text: Any, routed: int) -> int:
     if not routed:
         return _first(text, "intermediate_size") or 4 * text.hidden_size
     each = _first(text, "moe_intermediate_size", "intermediate_size")
-    return each * (routed + _first(text, "n_shared_experts")) + _first(text, "shared_expert_intermediate_size")
+    return each * (routed + _first(text, "n_shared_experts")) + _first(
+        text, "shared_expert_intermediate_size"
+    )

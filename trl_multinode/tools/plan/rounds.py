@@ -17,7 +17,9 @@ READ_SHARE, CACHE_SHARE, MATRIX_SHARE = 0.9, 0.78, 0.6
 STEP_S = 1.5e-3  # assumed, per token step: launches and sampling
 REDUCE_S = 10e-6  # assumed, per all-reduce between an engine's GPUs; two per layer
 SPREAD = 1.0  # assumed, of the logarithm of the lengths
-TAIL_ROWS = 0.1  # an engine generates a tail with fewer than this share of the rows that it had at once
+TAIL_ROWS = (
+    0.1  # an engine generates a tail with fewer than this share of the rows that it had at once
+)
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,16 @@ class Decoder:
         """Return the seconds in which `rows` rows with `context` tokens in all get a token each."""
         model, parallel = self.model, self.tensor_parallel
         assert self.gpu.memory_rate is not None and self.gpu.peak is not None  # the caller checks
-        unused = (1 - model.experts.routed / model.experts.number) ** rows  # share of experts that no row needs
+        # share of experts that no row needs
+        unused = (1 - model.experts.routed / model.experts.number) ** rows
         weights = WEIGHT_BYTES * (model.parameters - unused * model.experts.parameters) / parallel
         read = weights / (READ_SHARE * self.gpu.memory_rate)
-        keys = context * 2 * model.attention.cache_elements(parallel) / (CACHE_SHARE * self.gpu.memory_rate)
+        keys = (
+            context
+            * 2
+            * model.attention.cache_elements(parallel)
+            / (CACHE_SHARE * self.gpu.memory_rate)
+        )
         matrices = rows * 2 * model.active / (MATRIX_SHARE * self.gpu.peak * parallel)
         reduces = 2 * model.layers * REDUCE_S if parallel > 1 else 0.0
         return STEP_S + reduces + read + keys + matrices
@@ -90,7 +98,9 @@ def generate(rows: Rows, memory: EngineMemory, decoder: Decoder, open_rounds: in
     return Round(seconds, tail, min(full, seconds))
 
 
-def drained(lengths: Sequence[int], prompt: int, most: int, decoder: Decoder) -> tuple[float, float]:
+def drained(
+    lengths: Sequence[int], prompt: int, most: int, decoder: Decoder
+) -> tuple[float, float]:
     """Return the seconds until an engine has generated all rows, at most `most` at once, and those of the tail."""
     waiting = list(reversed(mixed(lengths)))
     running: list[tuple[int, int]] = []  # token steps at which a row ends and has begun

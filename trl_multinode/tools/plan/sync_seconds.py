@@ -31,12 +31,16 @@ class Rates:
 
     nic: float = 400e9 / 8  # line rate of one NIC, in each direction
     locked: float = 40e9  # between a GPU and page-locked host memory; 53 to 56 of PCIe 5's 64 GB/s were measured
-    pageable: float = 10e9  # the same through the driver's own small buffers: assumed, one core copies
+    pageable: float = (
+        10e9  # the same through the driver's own small buffers: assumed, one core copies
+    )
     nvlink: float = 300e9  # between two GPUs of a node; 380 of 450 GB/s were measured
     device: float = 1.25e12  # copy within a GPU; 2.57 TB/s of reading and writing were measured
     pack: float = 200e9  # of the engine's packing: assumed
     hop_s: float = 14e-6  # between two nodes of a ring, in NCCL's own model of its speed
-    call_s: float = 1e-4  # vLLM's loaders, per tensor or matrix of an expert (benchmarks/loader_calls.py)
+    call_s: float = (
+        1e-4  # vLLM's loaders, per tensor or matrix of an expert (benchmarks/loader_calls.py)
+    )
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,13 @@ class Sync:
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
-            raise ValueError(f"unknown transport (got {self.transport!r}, expected one of {TRANSPORTS})")
+            raise ValueError(
+                f"unknown transport (got {self.transport!r}, expected one of {TRANSPORTS})"
+            )
         if not 1 <= self.rails <= self.ranks:
-            raise ValueError(f"a rail is the NIC of one training rank (got {self.rails} rails, {self.ranks} ranks)")
+            raise ValueError(
+                f"a rail is the NIC of one training rank (got {self.rails} rails, {self.ranks} ranks)"
+            )
 
     @property
     def buckets(self) -> float:
@@ -109,7 +117,9 @@ def seconds(cell: Cell) -> float:
     """Return the seconds of a measured sync."""
     link = (cell.nodes - 1) / cell.nodes * cell.num_bytes / cell.rate
     stages = (link, *(cell.num_bytes * each for each in cell.stage_s_per_byte))
-    return pipelined(stages, cell.num_bytes / cell.largest) + cell.num_bytes * cell.commit_s_per_byte
+    return (
+        pipelined(stages, cell.num_bytes / cell.largest) + cell.num_bytes * cell.commit_s_per_byte
+    )
 
 
 def stage_seconds(sync: Sync, rates: Rates = Rates()) -> dict[str, float]:

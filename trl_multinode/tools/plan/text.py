@@ -41,10 +41,15 @@ def text_of(task: Task, splits: list[Layout], colocated: list[Layout]) -> str:
         rates=vars(rounds) | vars(layouts) | vars(training) | vars(hardware),
     )
     tables, answers, assumed = str(filled).split("\n====\n")
-    lines = [wrap(" ".join(each.split()), WIDTH, subsequent_indent="  ") for each in answers.split("\n- ")[1:]]
+    lines = [
+        wrap(" ".join(each.split()), WIDTH, subsequent_indent="  ")
+        for each in answers.split("\n- ")[1:]
+    ]
     lines += ["", "Assumed:"]
     for each in assumed.split("\n- ")[1:]:
-        lines.append(wrap(" ".join(each.split()), WIDTH, initial_indent="  - ", subsequent_indent="    "))
+        lines.append(
+            wrap(" ".join(each.split()), WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        )
     return "\n".join([tables, *lines])
 
 
@@ -76,7 +81,9 @@ def best_of(layouts: list[Layout]) -> dict[str, Layout]:
 def choice(best: dict[str, Layout]) -> str | None:
     """Return the least stale one of the ways that are about as fast as the fastest."""
     seconds = {way: float(getattr(layout.seconds, way)) for way, layout in best.items()}
-    return next((way for way, took in seconds.items() if took <= CLOSE * min(seconds.values())), None)
+    return next(
+        (way for way, took in seconds.items() if took <= CLOSE * min(seconds.values())), None
+    )
 
 
 def awake_rows(task: Task, colocated: list[Layout]) -> int:

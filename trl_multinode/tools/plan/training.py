@@ -8,7 +8,9 @@ from .task import Task
 # Bytes per parameter as in DeepSpeed's `estimate_zero3_model_states_mem_needs`: 2 of bfloat16 parameters, 16 of
 # gradients, float32 copies and Adam's two moments
 STATE_BYTES, PARAMETER_BYTES = 18, 2
-LAYER_BYTES = 4  # per parameter of the largest layer, gathered with its gradient; also the estimator's
+LAYER_BYTES = (
+    4  # per parameter of the largest layer, gathered with its gradient; also the estimator's
+)
 OFFLOAD_FACTOR = 1.5  # of host memory; the estimator's
 LIVE_PARAMETERS = 1e9  # DeepSpeed's default `stage3_max_live_parameters`
 REDUCE_BUCKET = 5e8  # elements; DeepSpeed's default `reduce_bucket_size`
@@ -34,7 +36,9 @@ class TrainingMemory:
         return self.states + self.gather + self.activations + self.other
 
 
-def state_bytes(model: ModelSize, nodes: int, ranks_per_node: int, offload: str = "none") -> tuple[float, float]:
+def state_bytes(
+    model: ModelSize, nodes: int, ranks_per_node: int, offload: str = "none"
+) -> tuple[float, float]:
     """Return the bytes of parameters, gradients and optimizer on one GPU, and on one node's host, without any layer.
 
     Args:
@@ -45,13 +49,17 @@ def state_bytes(model: ModelSize, nodes: int, ranks_per_node: int, offload: str 
     if offload == "none":
         return STATE_BYTES * model.parameters / ranks, 0.0
     kept = PARAMETER_BYTES if offload == "optimizer" else 0
-    return kept * model.parameters / ranks, (STATE_BYTES - kept) * model.parameters / nodes * OFFLOAD_FACTOR
+    return kept * model.parameters / ranks, (
+        STATE_BYTES - kept
+    ) * model.parameters / nodes * OFFLOAD_FACTOR
 
 
 def gather_bytes(model: ModelSize) -> float:
     """Return the bytes of parameters that are whole at one time, and of the bucket in which gradients are reduced."""
     live = PARAMETER_BYTES * min(model.parameters, LIVE_PARAMETERS)
-    return max(live, LAYER_BYTES * model.largest_layer) + PARAMETER_BYTES * min(model.parameters, REDUCE_BUCKET)
+    return max(live, LAYER_BYTES * model.largest_layer) + PARAMETER_BYTES * min(
+        model.parameters, REDUCE_BUCKET
+    )
 
 
 def layer_bytes(model: ModelSize) -> float:
@@ -75,7 +83,9 @@ def activation_bytes(model: ModelSize, rows: float, row_tokens: int) -> float:
     """
     tokens = rows * row_tokens
     head = 6 * model.vocabulary * model.hidden + 8 * tokens * model.hidden
-    one_layer = tokens * (layer_bytes(model) + 6 * model.mlp_width + 6 * model.hidden * model.experts.routed)
+    one_layer = tokens * (
+        layer_bytes(model) + 6 * model.mlp_width + 6 * model.hidden * model.experts.routed
+    )
     return 2 * tokens * model.hidden * model.layers + max(head, one_layer)
 
 
@@ -104,4 +114,6 @@ def largest_micro_batch(task: Task, ranks_per_node: int) -> int:
 def nodes_needed(task: Task, ranks_per_node: int) -> int | None:
     """Return the fewest nodes on which a micro-batch of one row, or of the rows that were asked for, fits."""
     every = range(1, MOST_NODES + 1)
-    return next((nodes for nodes in every if fits(task, nodes, ranks_per_node, task.micro_rows or 1)), None)
+    return next(
+        (nodes for nodes in every if fits(task, nodes, ranks_per_node, task.micro_rows or 1)), None
+    )

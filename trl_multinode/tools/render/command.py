@@ -61,7 +61,9 @@ def _script(text: str) -> str:
         flag, equals, value = word.partition("=")
         has_value = value if equals else not following.startswith("-")
         if flag.startswith("--") and is_secret_name(flag) and has_value:
-            raise argparse.ArgumentTypeError(f"`{flag}` would put a secret into the file. {IN_PRIVATE}")
+            raise argparse.ArgumentTypeError(
+                f"`{flag}` would put a secret into the file. {IN_PRIVATE}"
+            )
         if has_secret_form(word):
             raise argparse.ArgumentTypeError(f"an argument has the form of a token. {IN_PRIVATE}")
     return text
@@ -174,7 +176,9 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(PROG, allow_abbrev=False)
-    parser.description = "Write the job file of a launch for a scheduler. It is only written, never submitted."
+    parser.description = (
+        "Write the job file of a launch for a scheduler. It is only written, never submitted."
+    )
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for name, (_, what) in KINDS.items():
         kind = kinds.add_parser(name, help=what, description=f"Write {what}.", allow_abbrev=False)
@@ -190,13 +194,19 @@ def check_options(job: Job, options: argparse.Namespace) -> None:
         [`JobError`]: with the option and what it should be.
     """
     if options.kind == "docker" and (job.config.is_absolute() or ".." in job.config.parts):
-        raise JobError(f"the image gets the present folder (got {job.config}, expected a relative path in it)")
+        raise JobError(
+            f"the image gets the present folder (got {job.config}, expected a relative path in it)"
+        )
     if options.kind == "skypilot" and job.gpus and not options.gpu:
-        raise JobError("SkyPilot chooses machines by their GPU (got no --gpu, expected for example --gpu H100)")
+        raise JobError(
+            "SkyPilot chooses machines by their GPU (got no --gpu, expected for example --gpu H100)"
+        )
     if options.kind == "ssh" and options.hosts:
         given = options.hosts.count(",") + 1
         if given != job.nodes:
-            raise JobError(f"--hosts names a host per node (got {given}, expected {job.nodes}: `num_machines`)")
+            raise JobError(
+                f"--hosts names a host per node (got {given}, expected {job.nodes}: `num_machines`)"
+            )
 
 
 def main(argv: list[str]) -> int:
@@ -207,7 +217,9 @@ def main(argv: list[str]) -> int:
     """
     options = make_parser().parse_args(argv)
     try:
-        job = read_job(options.file, options.script, options.gpus_per_node, options.grace, options.timeout)
+        job = read_job(
+            options.file, options.script, options.gpus_per_node, options.grace, options.timeout
+        )
         check_options(job, options)
     except JobError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
@@ -217,7 +229,10 @@ def main(argv: list[str]) -> int:
         **vars(options),
         job=job,
         command=shlex.join([*PROG.split(), *argv]).replace("\n", " "),
-        exports={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.launcher_s), **dict(options.env)}.items(),
+        exports={
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.launcher_s),
+            **dict(options.env),
+        }.items(),
         present=Path.cwd(),
         path=shlex.quote(options.out or "FILE"),
     )

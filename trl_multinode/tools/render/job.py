@@ -12,7 +12,9 @@ from ...node_settings import NodeSettings
 from ..layout import Layout
 
 DEFAULT_PORT = 29500  # of torchrun
-LAUNCHER_MARGIN_S = 5  # torchrun's limit that the ranks keep for their own end (`run/preemption.py: MARGIN_S`)
+LAUNCHER_MARGIN_S = (
+    5  # torchrun's limit that the ranks keep for their own end (`run/preemption.py: MARGIN_S`)
+)
 MOUNTED = Path("/etc/trl-multinode/accelerate.yaml")
 END_S = 30  # from the deadline of the checkpoint to the end of engines, launcher and roll-call
 
@@ -59,7 +61,13 @@ class Job(Layout):
         )
 
 
-def read_job(path: str, script: str, gpus: int | None = None, grace_s: int | None = None, timeout_s: int = 600) -> Job:
+def read_job(
+    path: str,
+    script: str,
+    gpus: int | None = None,
+    grace_s: int | None = None,
+    timeout_s: int = 600,
+) -> Job:
     """Read the job of a config file.
 
     Args:
@@ -95,7 +103,13 @@ def read_job(path: str, script: str, gpus: int | None = None, grace_s: int | Non
     _count(file, path, "main_process_port", DEFAULT_PORT)
     grace = _grace_of(_words(script))
     return Job(
-        nodes, total // nodes, gpus, Path(path), script.strip(), grace if grace_s is None else grace_s, timeout_s
+        nodes,
+        total // nodes,
+        gpus,
+        Path(path),
+        script.strip(),
+        grace if grace_s is None else grace_s,
+        timeout_s,
     )
 
 
@@ -105,7 +119,9 @@ def _read(path: str) -> dict[str, Any]:
         file = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise JobError(f"cannot read {path} ({reason}, expected a config file of accelerate); {cure}") from None
+        raise JobError(
+            f"cannot read {path} ({reason}, expected a config file of accelerate); {cure}"
+        ) from None
     except yaml.YAMLError as error:
         raise JobError(f"{path} is not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(file, dict):
@@ -139,7 +155,10 @@ def _grace_of(words: list[str]) -> int:
     """Return the value of `--preemption_grace` in the script's arguments, else its default."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(
-        "--preemption_grace", "--preemption-grace", type=float, default=float(NodeSettings.preemption_grace)
+        "--preemption_grace",
+        "--preemption-grace",
+        type=float,
+        default=float(NodeSettings.preemption_grace),
     )
     try:
         found, _ = parser.parse_known_args(words)

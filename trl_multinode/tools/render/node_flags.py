@@ -29,7 +29,9 @@ def main(argv: list[str]) -> int:
     Returns:
         `int`: 0, or 1 if no scheduler has set its variables.
     """
-    parser = argparse.ArgumentParser("trl-multinode flags", description=DESCRIPTION, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "trl-multinode flags", description=DESCRIPTION, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.parse_args(argv)
     try:
@@ -66,8 +68,12 @@ def _skypilot(environ: Environment) -> tuple[int, str]:
 
 
 def _torchrun(environ: Environment) -> tuple[int, str]:
-    address = _value(environ, "PET_MASTER_ADDR", "a TrainJob sets it for a runtime with a `torch` policy")
-    return _rank(environ, "PET_NODE_RANK", environ.get("PET_NNODES", "").rpartition(":")[2]), address
+    address = _value(
+        environ, "PET_MASTER_ADDR", "a TrainJob sets it for a runtime with a `torch` policy"
+    )
+    return _rank(
+        environ, "PET_NODE_RANK", environ.get("PET_NNODES", "").rpartition(":")[2]
+    ), address
 
 
 def _slurm(environ: Environment) -> tuple[int, str]:
@@ -85,10 +91,14 @@ def _slurm(environ: Environment) -> tuple[int, str]:
                 "run it with srun, on every node"
             )
         nodes = _value(environ, "SLURM_JOB_NODELIST", "SLURM sets it in a job")
-    return _rank(environ, "SLURM_NODEID", environ.get("SLURM_STEP_NUM_NODES", "")), first_host(nodes)
+    return _rank(environ, "SLURM_NODEID", environ.get("SLURM_STEP_NUM_NODES", "")), first_host(
+        nodes
+    )
 
 
-def _indexed_job(environ: Environment, full_name: Callable[[], str] = socket.getfqdn) -> tuple[int, str]:
+def _indexed_job(
+    environ: Environment, full_name: Callable[[], str] = socket.getfqdn
+) -> tuple[int, str]:
     """Replace this pod's index in its own name by 0; the name resolves if the pods have a headless service."""
     rank = _rank(environ, "JOB_COMPLETION_INDEX", "")
     name = full_name()

@@ -28,7 +28,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", metavar="a,b-c", help="only these nodes (default: all)")
     parser.add_argument("--attempt", type=int, metavar="N", help="number of the start of a run that was launched "
                         "again with the same output_dir (default: the last one)")  # fmt: skip
-    parser.add_argument("--html", action="store_true", help="write a page of the run too, which needs no network")
+    parser.add_argument(
+        "--html", action="store_true", help="write a page of the run too, which needs no network"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the files (default: "
                         "RUN_DIR/_multinode/timeline)")  # fmt: skip
     return parser
@@ -54,7 +56,9 @@ def chosen_steps(text: str | None, steps: Sequence[int]) -> range:
     first, last = steps[0], steps[-1]
     match = re.fullmatch(r"(-?\d+)|(-?\d+)?:(-?\d+)?", ":" if text is None else text)
     if match is None:
-        raise TimelineError(f"--steps is not a range (got {text!r}, expected for example 10:12, 10, 10: or -3:)")
+        raise TimelineError(
+            f"--steps is not a range (got {text!r}, expected for example 10:12, 10, 10: or -3:)"
+        )
 
     def number(group: str | None, default: int) -> int:
         found = int(group or default)
@@ -63,7 +67,9 @@ def chosen_steps(text: str | None, steps: Sequence[int]) -> range:
     begin = number(match[1] or match[2], first)
     end = number(match[1] or match[3], last)
     if not any(begin <= step <= end for step in steps):
-        raise TimelineError(f"the run has no such steps (got --steps {text}, expected numbers from {first} to {last})")
+        raise TimelineError(
+            f"the run has no such steps (got --steps {text}, expected numbers from {first} to {last})"
+        )
     return range(max(begin, first), min(end, last) + 1)
 
 
@@ -83,7 +89,9 @@ def of_nodes(run: Run, text: str | None) -> Run:
         chosen |= {*range(int(match[1]), int(match[2] or match[1]) + 1)}
     lanes = [lane for lane in run.lanes if lane.node in chosen]
     if not lanes:
-        raise TimelineError(f"the run has no such nodes (got --nodes {text}, expected some of {run.nodes})")
+        raise TimelineError(
+            f"the run has no such nodes (got --nodes {text}, expected some of {run.nodes})"
+        )
     return replace(run, lanes=lanes)
 
 

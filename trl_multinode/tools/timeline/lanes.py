@@ -23,7 +23,9 @@ class Span:
     start: float
     end: float
     depth: int = 0  # number of phases around this one
-    step: int = 0  # number of the optimizer step as in the log, from 1; 0 outside of steps and for engines
+    step: int = (
+        0  # number of the optimizer step as in the log, from 1; 0 outside of steps and for engines
+    )
     evaluation: bool = False
     note: str = ""
 
@@ -46,7 +48,8 @@ class Lane:
     number: int
     spans: list[Span] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    rows: list[tuple[float, int]] = field(default_factory=list)  # completions that run from that time on
+    # completions that run from that time on
+    rows: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -70,7 +73,9 @@ class Lane:
     def within(self, start: float, end: float) -> "Lane":
         """Return the part of a lane between two times."""
         inside = [span for span in self.spans if span.end > start and span.start < end]
-        spans = [replace(span, start=max(start, span.start), end=min(end, span.end)) for span in inside]
+        spans = [
+            replace(span, start=max(start, span.start), end=min(end, span.end)) for span in inside
+        ]
         marks = [mark for mark in self.marks if start <= mark.at <= end]
         before = [(start, rows) for at, rows in self.rows if at <= start]
         rows = before[-1:] + [(at, rows) for at, rows in self.rows if start < at < end]
@@ -123,7 +128,8 @@ def nested(lines: Iterable[PhaseLine]) -> list[Span]:
     for line in lines:
         rest, inner = line.total - line.seconds, list[_Tree]()
         while open_ and (last := open_[-1].line).total <= rest + ROUNDING_S * (1 + len(inner)):
-            if rest <= ROUNDING_S and last.start < line.start:  # too short to be told from a phase before this one
+            # too short to be told from a phase before this one
+            if rest <= ROUNDING_S and last.start < line.start:
                 break
             rest -= last.total
             inner.insert(0, open_.pop())
@@ -176,9 +182,13 @@ def engine_lane(node: int, number: int, states: Sequence[State], end: float) -> 
         if state.phase == "generate":
             span = replace(span, note=weights)
         elif state.phase == "sync":
-            span = replace(span, note=weights + (f", {state.rows} rows frozen" if state.rows else ""))
+            span = replace(
+                span, note=weights + (f", {state.rows} rows frozen" if state.rows else "")
+            )
             if state.rows:
-                lane.marks.append(Mark("swap", at, f"{weights} replace those of {state.rows} rows in flight"))
+                lane.marks.append(
+                    Mark("swap", at, f"{weights} replace those of {state.rows} rows in flight")
+                )
         elif state.phase == "lost":
             lane.marks.append(Mark("lost", at, state.cause))
         elif state.phase == "start" and state.process:
@@ -191,7 +201,11 @@ def engine_lane(node: int, number: int, states: Sequence[State], end: float) -> 
 def _extend(spans: list[Span], span: Span) -> None:
     """Append a state, or let the one before go on if only its number of rows has changed."""
     last = spans[-1] if spans else None
-    if last is not None and (last.phase, last.end) == (span.phase, span.start) and span.phase == "generate":
+    if (
+        last is not None
+        and (last.phase, last.end) == (span.phase, span.start)
+        and span.phase == "generate"
+    ):
         spans[-1] = replace(last, end=span.end)
     elif span.end > span.start:
         spans.append(span)

@@ -32,14 +32,17 @@ def write_page(run: Run, steps: range, path: Path) -> list[str]:
         `list[str]`: lines for the user.
     """
     parts = {
-        name: (FILES / name).read_text(encoding="utf-8") for name in ("page.css", "charts.js", "lanes.js", "page.js")
+        name: (FILES / name).read_text(encoding="utf-8")
+        for name in ("page.css", "charts.js", "lanes.js", "page.js")
     }
     parts["DATA"] = json.dumps(page_data(run, steps), separators=(",", ":")).replace("<", "\\u003c")
     text = (FILES / "page.html").read_text(encoding="utf-8")
     for name, part in parts.items():
         text = text.replace(f"@{name}@", part)
     path.write_text(text, encoding="utf-8")
-    return [f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser, it needs no network"]
+    return [
+        f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser, it needs no network"
+    ]
 
 
 def page_data(run: Run, steps: range) -> dict[str, Any]:
@@ -53,7 +56,12 @@ def page_data(run: Run, steps: range) -> dict[str, Any]:
         "later": run.attempt < run.attempts[-1],
         "endings": [{"node": node, **ending} for node, ending in run.endings.items()],
         "losses": [
-            {"node": lane.node, "lane": lane.name, "at": round(mark.at - run.begin, 1), "what": mark.text}
+            {
+                "node": lane.node,
+                "lane": lane.name,
+                "at": round(mark.at - run.begin, 1),
+                "what": mark.text,
+            }
             for lane in run.lanes
             for mark in lane.marks
             if mark.kind == "lost"
@@ -80,7 +88,9 @@ def _fitting(run: Run, steps: range) -> range:
     for lane in run.lanes:
         for span in lane.spans:
             if span.step in counts:
-                counts[span.step] += 2  # an outer span is a piece before and a piece after each one inside it
+                counts[span.step] += (
+                    2  # an outer span is a piece before and a piece after each one inside it
+                )
     left, first = MOST_PIECES, steps[-1]
     for step in reversed(steps):
         left -= counts[step]
@@ -96,7 +106,12 @@ def _lane(lane: Lane, begin: float) -> dict[str, Any]:
     pieces = []
     for piece in lane.pieces():
         phase = PHASES.index(piece.phase if piece.phase in COLORS else "other")
-        found = [round(piece.start - begin, 4), round(piece.end - piece.start, 4), phase, piece.step]
+        found = [
+            round(piece.start - begin, 4),
+            round(piece.end - piece.start, 4),
+            phase,
+            piece.step,
+        ]
         pieces.append([*found, piece.note] if piece.note else found)
     return {
         "node": lane.node,
@@ -114,8 +129,14 @@ def bars(run: Run, steps: range) -> dict[str, Any]:
     nodes = {}
     for node in run.nodes:
         seconds = step_seconds(run.of(node, "rank"))
-        nodes[str(node)] = [[round(seconds[step, phase], 3) for phase in STEP_PHASES] for step in numbers]
-    return {"steps": numbers, "phases": [PHASES.index(phase) for phase in STEP_PHASES], "nodes": nodes}
+        nodes[str(node)] = [
+            [round(seconds[step, phase], 3) for phase in STEP_PHASES] for step in numbers
+        ]
+    return {
+        "steps": numbers,
+        "phases": [PHASES.index(phase) for phase in STEP_PHASES],
+        "nodes": nodes,
+    }
 
 
 def metrics(logs: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
@@ -126,4 +147,7 @@ def metrics(logs: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
             value = line[name]
             if type(value) in (int, float) and math.isfinite(value) and "step" in line:
                 found[name][line["step"]] = float(f"{value:.5g}")
-    return {name: [[step, value] for step, value in sorted(values.items())] for name, values in sorted(found.items())}
+    return {
+        name: [[step, value] for step, value in sorted(values.items())]
+        for name, values in sorted(found.items())
+    }

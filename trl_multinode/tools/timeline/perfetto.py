@@ -39,7 +39,10 @@ def _lane(lane: Lane, begin: float) -> Iterator[Event]:
             args["evaluation"] = True
         yield _event("X", span.phase, *place, **args) | _times(span.start - begin, span.end - begin)
     for mark in lane.marks:
-        yield _event("i", mark.kind, *place, what=mark.text) | {"s": "t", "ts": _micro(mark.at - begin)}
+        yield _event("i", mark.kind, *place, what=mark.text) | {
+            "s": "t",
+            "ts": _micro(mark.at - begin),
+        }
     for at, rows in lane.rows:
         yield _event("C", f"rows of {lane.name}", *place, rows=rows) | {"ts": _micro(at - begin)}
 

@@ -33,7 +33,8 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     logs: list[dict[str, Any]] = field(default_factory=list)  # of all attempts
     endings: dict[int, dict[str, Any]] = field(default_factory=dict)  # by node
-    starts: dict[int, float] = field(default_factory=dict)  # by step of the log: begin on the first rank
+    # by step of the log: begin on the first rank
+    starts: dict[int, float] = field(default_factory=dict)
 
     @property
     def nodes(self) -> list[int]:
@@ -64,7 +65,11 @@ class Run:
         part = replace(self, lanes=[lane for lane in ranks.values() if lane.spans])
         lanes = [ranks.get(lane.name) or lane.within(part.begin, part.end) for lane in self.lanes]
         starts = {step: at for step, at in self.starts.items() if step in steps}
-        return replace(self, lanes=[lane for lane in lanes if lane.spans or lane.kind == "engine"], starts=starts)
+        return replace(
+            self,
+            lanes=[lane for lane in lanes if lane.spans or lane.kind == "engine"],
+            starts=starts,
+        )
 
 
 def read_run(folders: Sequence[Path], attempt: int | None = None) -> Run:
@@ -97,8 +102,12 @@ def read_run(folders: Sequence[Path], attempt: int | None = None) -> Run:
         what = "it ended before its first phase, or was not part of it"
         run.notes.append(f"node {_listed(missing)} has no line of attempt {chosen}: {what}")
     if broken := broken + broken_states:
-        run.notes.append(f"{broken} line(s) could not be read: those of a killed process may end in the middle")
-    run.settings = next((line for line in reversed(read_settings(folders)) if line.get("attempt") == chosen), {})
+        run.notes.append(
+            f"{broken} line(s) could not be read: those of a killed process may end in the middle"
+        )
+    run.settings = next(
+        (line for line in reversed(read_settings(folders)) if line.get("attempt") == chosen), {}
+    )
     run.logs = read_logs(folders)
     if chosen == attempts[-1]:  # a launch deletes the endings before it
         run.endings = _endings(folders)
@@ -119,7 +128,9 @@ def _lanes(
     return sorted(lanes, key=lambda lane: (lane.node, lane.kind != "rank", lane.number))
 
 
-def numbered_lines(folders: Sequence[Path], name: re.Pattern, kind: type) -> tuple[dict[tuple[int, ...], list], int]:
+def numbered_lines(
+    folders: Sequence[Path], name: re.Pattern, kind: type
+) -> tuple[dict[tuple[int, ...], list], int]:
     """Return the lines of the files of phases with such names by the numbers in them, and the number of broken ones.
 
     Raises:
@@ -138,13 +149,18 @@ def numbered_lines(folders: Sequence[Path], name: re.Pattern, kind: type) -> tup
         for path in paths:
             if match := name.fullmatch(path.name):
                 found.setdefault(tuple(map(int, match.groups())), list(_lines(path, decode)))
-    whole = {numbers: [line for line in lines if line is not None] for numbers, lines in sorted(found.items())}
+    whole = {
+        numbers: [line for line in lines if line is not None]
+        for numbers, lines in sorted(found.items())
+    }
     return whole, sum(lines.count(None) for lines in found.values())
 
 
 def of_attempt(files: dict[Any, list], attempt: int) -> dict[Any, list]:
     """Return the lines of an attempt, without files that have none."""
-    found = {key: [line for line in lines if line.attempt == attempt] for key, lines in files.items()}
+    found = {
+        key: [line for line in lines if line.attempt == attempt] for key, lines in files.items()
+    }
     return {key: lines for key, lines in found.items() if lines}
 
 
@@ -169,7 +185,9 @@ def _offsets(ranks: dict[Any, list[PhaseLine]]) -> tuple[dict[int, float], list[
     unknown = {line.node for line in every} - found.keys() - {0}
     if not unknown:
         return found, []
-    return found, [f"the clock of node {_listed(unknown)} was not measured (no weight sync): its lanes may be shifted"]
+    return found, [
+        f"the clock of node {_listed(unknown)} was not measured (no weight sync): its lanes may be shifted"
+    ]
 
 
 def _listed(nodes: set[int]) -> str:
@@ -196,12 +214,22 @@ def _starts(lanes: Sequence[Lane]) -> dict[int, float]:
 
 def read_settings(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the settings of each start."""
-    return [line for folder in folders for line in _lines(folder / "_multinode" / "settings.jsonl", PLAIN) if line]
+    return [
+        line
+        for folder in folders
+        for line in _lines(folder / "_multinode" / "settings.jsonl", PLAIN)
+        if line
+    ]
 
 
 def read_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the logs: those of the run's own file, or else of the newest `trainer_state.json`."""
-    if lines := [line for folder in folders for line in _lines(folder / "_multinode" / "log.jsonl", PLAIN) if line]:
+    if lines := [
+        line
+        for folder in folders
+        for line in _lines(folder / "_multinode" / "log.jsonl", PLAIN)
+        if line
+    ]:
         return lines
     # One that is being written has no line that can be read
     paths = [path for folder in folders for path in folder.glob("**/trainer_state.json")]
@@ -211,7 +239,9 @@ def read_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _endings(folders: Sequence[Path]) -> dict[int, dict[str, Any]]:
-    paths = [path for folder in folders for path in (folder / "_multinode").glob("ending-node*.json")]
+    paths = [
+        path for folder in folders for path in (folder / "_multinode").glob("ending-node*.json")
+    ]
     found = {ending["node"]: ending for path in paths for ending in _whole(path)}
     return dict(sorted(found.items()))
 

@@ -31,9 +31,13 @@ def print_table(run: Run) -> None:
     for node in run.nodes:
         ranks = run.of(node, "rank")
         seconds = [f"{phase_seconds(ranks, phase) / len(run.starts):.2f}" for phase in STEP_PHASES]
-        rows.append([str(node), *seconds, *_engine_cells(run.of(node, "engine"), run.end - run.begin)])
+        rows.append(
+            [str(node), *seconds, *_engine_cells(run.of(node, "engine"), run.end - run.begin)]
+        )
     phases = [f"{phase} s" for phase in STEP_PHASES]
-    table = rich_table(title(run), ("node", *phases, "engines busy", "swaps", "restarts"), rows, justify="right")
+    table = rich_table(
+        title(run), ("node", *phases, "engines busy", "swaps", "restarts"), rows, justify="right"
+    )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
