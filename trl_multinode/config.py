@@ -39,7 +39,8 @@ class NodeFields(Settings, _Arguments):
     ```python
     @dataclass
     class MultiNodeRLOOConfig(NodeFields, RLOOConfig):
-        _not_for = {"max_staleness": "RLOO has no ... Leave it at 0, or use GRPO."}  # refused field -> reason and cure
+        # refused field -> reason and cure
+        _not_for = {"max_staleness": "RLOO has no ... Leave it at 0, or use GRPO."}
     ```
 
     """
