@@ -2,6 +2,11 @@
 VENV ?= .venv
 PYTHON ?= python3.11
 MODE ?= sync
+MODES := sync overlap overlap-only balance-only continuous agent real fake
+# before an installation of minutes
+ifeq ($(filter $(MODE),$(MODES)),)
+$(error MODE is one of: $(MODES) (got $(MODE)))
+endif
 GPU_PYTHON ?= python3
 USER_PATH := $(PATH)
 export PATH := $(abspath $(VENV))/bin:$(PATH)

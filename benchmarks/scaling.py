@@ -29,9 +29,9 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from multinode_kit.launch_files import free_port
 from trl_multinode.batches.batching import plan_micro_steps
-from trl_multinode.tools.check import rollcall
-from trl_multinode.tools.check.attendance import Hello
-from trl_multinode.tools.check.meeting import Place
+from trl_multinode.tools.launch import rollcall
+from trl_multinode.tools.launch.attendance import Hello
+from trl_multinode.tools.launch.meeting import Place
 
 RESULTS = Path(__file__).parent / "results" / "scaling.json"
 RANKS, GENERATIONS = 7, 8  # training ranks of a node, rows of a group

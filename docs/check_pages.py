@@ -37,13 +37,12 @@ MENTION = re.compile(r"([\w/.-]*\w\.py)\b(?:(?:::|: )([\w.]+))?")
 
 SHELL = {"bash", "exec", "exit", "export", "trap"}
 # Programs of others, which are not parsed; a command of ours among their words is
-OTHERS = {"getent", "git", "ip", "kubectl", "sbatch", "srun"}
+OTHERS = {"getent", "git", "ip", "kubectl", "patch", "sbatch", "srun"}
 # of the pages, for a node's number and for the address of node 0
 PLACEHOLDERS = {
     "K": "0",
     "HOST0": "10.0.0.1",
 }
-FLAGS = "--machine_rank 0 --main_process_ip HOST0"  # what `trl-multinode flags` prints
 
 Fault = tuple[int, str]  # line and text
 
@@ -143,11 +142,6 @@ def blocks(text: str) -> Iterator[tuple[int, str, str]]:
 
 def commands(block: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the line and the words of each command; a backslash at its end continues a line."""
-    if assigned := re.search(r'(\w+)="?\$\((trl-multinode flags[^()]*)\)"?', block):
-        block = re.sub(rf'"?\$\{{?{assigned[1]}\b\}}?"?', FLAGS, block).replace(
-            assigned[0], assigned[2]
-        )
-    block = re.sub(r'"?\$\(trl-multinode flags[^()]*\)"?', FLAGS, block)
     block = re.sub(r"\$\(([^()]*)\)", "0", block)
     pending, first = "", 1
     for number, line in enumerate(block.splitlines(), 1):
@@ -222,7 +216,10 @@ class Parsed(Exception):
 
 
 def check_own(words: list[str]) -> None:
-    """Run `config` and `check`, which start nothing, and let each other command run until it has parsed its words."""
+    """Run `config` and `check`, which start nothing, and let each other command run until it has parsed its words.
+
+    Of `launch` only the check runs.
+    """
     from trl_multinode.tools import COMMANDS
 
     name, *rest = words
@@ -230,8 +227,8 @@ def check_own(words: list[str]) -> None:
         raise Refused(f"there is no command {name}")
     if name == "config":
         write_config(rest)
-    elif name == "check":
-        check_check(rest)
+    elif name in ("check", "launch"):
+        check_check(name, rest)
     elif name == "grpo":
         check_grpo(rest)
     else:
@@ -257,16 +254,20 @@ def write_config(words: list[str]) -> None:
         shutil.copytree(folder, ".", dirs_exist_ok=True)
 
 
-def check_check(words: list[str]) -> None:
-    """Check a launch without the roll-call, which would wait for the other nodes, and the command behind `--`."""
+def check_check(name: str, words: list[str]) -> None:
+    """Check a launch; a scheduler would give the rank and the address that `launch` does without."""
     from trl_multinode.tools.check.command_line import parse
-    from trl_multinode.tools.check.report import main
+    from trl_multinode.tools.check.report import check as problems_of
 
-    end = words.index("--") if "--" in words else len(words)
-    if status := main([word for word in words[:end] if word != "--wait"]):
-        raise Refused(f"the check ends with status {status}")
-    if command := parse(words).command:
-        check(list(command))
+    options = parse(words, name)
+    node = (
+        [] if "--machine_rank" in words else ["--machine_rank", "0", "--main_process_ip", "HOST0"]
+    )
+    flags = [*options.flags, *(node if name == "launch" else []), *options.script]
+    gpus = options.gpus_per_node or 8
+    _, problems = problems_of(options.file, flags, options.batch, gpus, options.engines, port=False)
+    if problems:
+        raise Refused("; ".join(problem.what for problem in problems))
 
 
 def check_grpo(words: list[str]) -> None:

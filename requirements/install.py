@@ -70,7 +70,9 @@ def install(venv: Path) -> None:
             "-r",
             uv_only.name,
         )
-    uv = [str(venv / "bin" / "uv"), "pip", "install", "--quiet", "--python", python, "--no-deps"]
+    # uv shows its progress to a person; a log would get a line for each of 200 packages
+    quiet = [] if sys.stderr.isatty() else ["--quiet"]
+    uv = [str(venv / "bin" / "uv"), "pip", "install", *quiet, "--python", python, "--no-deps"]
     run(*uv, "--require-hashes", "-r", str(LOCK), env=index_settings())
     run(*uv, "--no-build-isolation", "-e", str(ROOT), env=index_settings())
 

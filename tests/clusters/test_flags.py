@@ -1,11 +1,10 @@
-"""`trl-multinode flags`: rank and address from the variables that each scheduler sets."""
+"""Rank and address of a launch from the variables that each scheduler sets."""
 
-import os
+import re
 
 import pytest
 
-from trl_multinode.tools import main
-from trl_multinode.tools.render import node_flags
+from trl_multinode.tools.launch import node_flags
 
 STEP = {"SLURM_NODEID": "1", "SLURM_LOCALID": "0", "SLURM_NNODES": "3", "SLURM_STEP_NUM_NODES": "2",
         "SLURM_STEP_NODELIST": "gpu-[007-008]", "SLURM_JOB_NODELIST": "gpu-[006-008]"}  # fmt: skip
@@ -16,25 +15,6 @@ SKY = {
     "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.9",
     "SKYPILOT_NUM_NODES": "2",
 }
-
-
-@pytest.fixture
-def flags(monkeypatch, capsys):
-    """Run the command with these variables only, and return its exit status, output and error."""
-
-    def run(environment: dict[str, str]) -> tuple[int, str, str]:
-        for name in [
-            name
-            for name in os.environ
-            if name.startswith(("SLURM_", "PET_", "SKYPILOT_", "JOB_COMPL"))
-        ]:
-            monkeypatch.delenv(name)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        code = main(["flags"])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -48,8 +28,8 @@ def flags(monkeypatch, capsys):
         (POD | STEP, 3, "grpo-node-0-0.grpo"),
     ],
 )
-def test_a_scheduler_names_this_node_and_node_0(flags, environment, rank, address):
-    assert flags(environment) == (0, f"--machine_rank {rank} --main_process_ip {address}\n", "")
+def test_a_scheduler_names_this_node_and_node_0(environment, rank, address):
+    assert node_flags.node_flags(environment) == (rank, address)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +45,9 @@ def test_a_scheduler_names_this_node_and_node_0(flags, environment, rank, addres
         ({"JOB_COMPLETION_INDEX": "x"}, "got 'x'"),
     ],
 )
-def test_missing_or_wrong_variables_are_named_and_nothing_is_printed(flags, environment, message):
-    code, out, error = flags(environment)
-    assert (code, out) == (1, "") and message in error
+def test_missing_or_wrong_variables_are_named(environment, message):
+    with pytest.raises(node_flags.FlagsError, match=re.escape(message)):
+        node_flags.node_flags(environment)
 
 
 @pytest.mark.nightly

@@ -28,11 +28,10 @@ def render(tmp_path, monkeypatch, capsys):
     return run
 
 
-def launch_of(shell: str) -> list[list[str]]:
-    """Words of the roll-call and of the launch at the end of a shell script."""
+def launch_of(shell: str) -> list[str]:
+    """Words of the launch at the end of a shell script."""
     assert subprocess.run(["bash", "-n"], input=shell, text=True).returncode == 0
-    words = shlex.split(shell.partition("exec ")[2].replace("\\\n", ""))
-    return [words[: words.index("--")], words[words.index("--") + 1 :]]
+    return shlex.split(shell.partition("exec ")[2].replace("\\\n", ""))
 
 
 def test_the_task_has_the_nodes_their_gpus_and_the_launch(render):
@@ -42,19 +41,9 @@ def test_the_task_has_the_nodes_their_gpus_and_the_launch(render):
     assert task["resources"]["use_spot"] is True
     assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [143]}
     assert task["file_mounts"] == {"/runs": {"source": "s3://runs", "mode": "MOUNT_CACHED"}}
-    check, launch = launch_of(task["run"])
-    assert check[:4] == ["trl-multinode", "check", "c.yaml", "--wait"] and check[-1] == "$flags"
-    assert launch == [
-        "accelerate",
-        "launch",
-        "--config_file",
-        "c.yaml",
-        "$flags",
-        "train.py",
-        "--output_dir",
-        "$OUT",
-    ]
-    assert "flags=$(trl-multinode flags)\n" in task["run"] and "export OUT=/runs/a\n" in task["run"]
+    words = ["c.yaml", "--timeout", "600", "train.py", "--output_dir", "$OUT"]
+    assert launch_of(task["run"]) == ["trl-multinode", "launch", *words]
+    assert "export OUT=/runs/a\n" in task["run"]
     assert "trl-multinode[gpu]" in task["setup"] and "bin/activate" in task["run"]
 
 
@@ -93,20 +82,9 @@ def test_the_image_starts_a_node_by_itself(render):
     assert "COPY . ." in lines and r'ENV A="b \"c\" \$d"' in lines
     assert 'ENV TORCH_ELASTIC_SHUTDOWN_TIMEOUT="605"' in lines
     bash, option, shell = json.loads(lines[-1].removeprefix("CMD "))
-    assert (bash, option) == ("bash", "-c") and shell.startswith(
-        "set -eo pipefail\necho hello\nflags=$(trl-multinode"
-    )
-    assert launch_of(shell)[1][:4] == ["accelerate", "launch", "--config_file", "c.yaml"]
-
-
-def test_the_image_of_one_node_needs_no_scheduler(render, capsys):
-    assert main(["config", "1x8"]) == 0 and capsys.readouterr()
-    assert main(["render", "docker", "1node.yaml", "--script", "train.py"]) == 0
-    (_, _, shell) = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("CMD "))
-    assert (
-        "trl-multinode flags" not in shell
-        and "\nflags=\nexec trl-multinode check 1node.yaml" in shell
-    )
+    assert (bash, option) == ("bash", "-c")
+    assert shell.startswith("set -eo pipefail\necho hello\nexec trl-multinode")
+    assert launch_of(shell)[:3] == ["trl-multinode", "launch", "c.yaml"]
 
 
 def test_a_config_file_outside_of_the_image_is_refused(capsys):

@@ -66,7 +66,9 @@ def render(folder: Path, name: str, script: str, *more: str) -> str:
 
 def stand_in(folder: Path, what: str) -> str:
     """Write a job file whose launcher is the stand-in; the rest, the roll-call too, is real."""
-    return render(folder, what, what, "--setup", f"PATH={folder}/bin:$PATH")
+    return render(
+        folder, what, f"{SCRIPTS}/stand_in.py {what}", "--setup", f"PATH={folder}/bin:$PATH"
+    )
 
 
 def log_of(folder: Path, name: str, job: str, node: int | None = None) -> str:

@@ -20,14 +20,10 @@ code=0
 for k in 0 1; do SLURM_NODEID=$k "$@" || code=$?; done
 exit $code"""
 TRL_MULTINODE = """\
-[ $1 != flags ] || { echo "--machine_rank $SLURM_NODEID --main_process_ip node7"; exit; }
-echo "$@" | sed 's/ -- .*//'
-while [ "$1" != -- ]; do shift; done; shift
-"$@\""""
+printf "<%s>" "$@"; echo " node=$SLURM_NODEID limit=$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"; exit ${CODE:-0}"""
 STAND_INS = {
     "srun": SRUN,
     "trl-multinode": TRL_MULTINODE,
-    "accelerate": 'printf "<%s>" "$@"; echo " limit=$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"; exit ${CODE:-0}',
     "scontrol": 'echo "scontrol $*" >> calls; echo "JobId=7 JobState=$STATE PreemptTime=$TIME SuspendTime=None"',
     "squeue": 'echo "$END"',
     "sleep": "exec /bin/sleep 0.05",
@@ -77,21 +73,11 @@ def test_every_node_meets_the_others_and_starts_its_share(run):
         script=script,
     )
     lines = done.stdout.splitlines()
+    words = ["launch", FILE, "--timeout", "600", "train.py"]
+    words += ["--system", "it's ", "--max_steps", "9"]
     for node in range(2):
-        flags = f"--machine_rank {node} --main_process_ip node7"
-        assert lines[2 * node] == f"check {FILE} --wait --timeout 600 {flags}", done.stderr
-        words = [
-            "launch",
-            "--config_file",
-            FILE,
-            *flags.split(),
-            "train.py",
-            "--system",
-            "it's ",
-            "--max_steps",
-            "9",
-        ]
-        assert lines[2 * node + 1] == "".join(f"<{word}>" for word in words) + " limit=95"
+        said = "".join(f"<{word}>" for word in words) + f" node={node} limit=95"
+        assert lines[node] == said, done.stderr
     assert (
         "--kill-on-bad-exit=1 --cpus-per-task=96 " in calls
         and "--container-image=a.sqsh bash -c" in calls

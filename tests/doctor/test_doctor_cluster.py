@@ -16,10 +16,10 @@ from doctoring import config_in
 from forks import Rank, forked
 
 from multinode_kit.namespaces import Namespaces, enter_node, namespaces_available
-from trl_multinode.tools.check.waiting import place_of
 from trl_multinode.tools.doctor import cluster, exchange
 from trl_multinode.tools.doctor.exchange import Exchange
 from trl_multinode.tools.doctor.report import main
+from trl_multinode.tools.launch.joining import place_of
 
 # One node in one process decides in test_doctor_report.py, and the links of a ring in test_doctor_links.py
 pytestmark = [pytest.mark.real, pytest.mark.nightly]

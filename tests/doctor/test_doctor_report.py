@@ -16,7 +16,7 @@ from trl_multinode.tools.check.command_line import parse
 from trl_multinode.tools.doctor.redaction import hide_names, hide_secrets
 from trl_multinode.tools.doctor.report import main
 
-parse_doctor = partial(parse, doctor=True)
+parse_doctor = partial(parse, command="doctor")
 SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
 
 
@@ -101,7 +101,8 @@ def test_a_switch_of_the_script_is_not_the_doctors():
         ["f.yaml", "--level", "node", "--machine_rank", "1", "train.py", "--json", "--level", "3"]
     )
     assert line.level == "node" and not line.json
-    assert line.flags == ["--machine_rank", "1", "train.py", "--json", "--level", "3"]
+    assert line.flags == ["--machine_rank", "1"]
+    assert line.script == ["train.py", "--json", "--level", "3"]
     line = parse_doctor(["f.yaml", "--json", "--gpus-per-node", "4", "--timeout", "5"])
     assert line.json and line.gpus_per_node == 4 and line.timeout == 5.0
     assert line.level == "static" and line.flags == []

@@ -1,4 +1,4 @@
-"""Faults before a launch: `trl-multinode check --wait` names what keeps the nodes from meeting, on every node."""
+"""Faults before a launch: `trl-multinode launch` names what keeps the nodes from meeting, on every node."""
 
 import asyncio
 import json
@@ -24,11 +24,13 @@ from waiting import HANG_S, until
 from multinode_kit.launch_files import free_port
 from multinode_kit.namespaces import Namespaces, enter_node, namespaces_available
 from trl_multinode.run.endings.exit_codes import CONFIGURATION, PEER_LOST
-from trl_multinode.tools.check import check, main, meeting, rollcall
-from trl_multinode.tools.check.attendance import Hello, Verdict, host_id
-from trl_multinode.tools.check.command_run import run_command
-from trl_multinode.tools.check.meeting import Place
-from trl_multinode.tools.check.rollcall import call
+from trl_multinode.tools.check import check
+from trl_multinode.tools.launch import meeting, node_flags, rollcall
+from trl_multinode.tools.launch.attendance import Hello, Verdict, host_id
+from trl_multinode.tools.launch.child import run_command
+from trl_multinode.tools.launch.command import main
+from trl_multinode.tools.launch.meeting import Place
+from trl_multinode.tools.launch.rollcall import call
 from trl_multinode.wire.supervisor import is_running
 
 VERSIONS = {"torch": "2.13.0", "trl": "1.16.0", "vllm": "0.31.0", "peft": "0.21.2"}
@@ -328,7 +330,7 @@ def test_dns_a_name_that_does_not_resolve_is_named_on_every_node(place, capsys):
 @pytest.mark.parametrize("limit", ["0", "-1", "soon", "inf", "nan"])
 def test_a_limit_is_a_number_of_seconds(config, limit, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main([config, "--wait", "--timeout", limit, "--machine_rank", "0"])
+        main([config, "--timeout", limit, "--machine_rank", "0", "train.py"])
     assert stopped.value.code == 2 and f"got {limit}, expected seconds" in capsys.readouterr().err
 
 
@@ -356,34 +358,44 @@ def config(tmp_path, place):
     return str(path)
 
 
-def test_every_node_runs_its_command_after_the_roll_call_and_ends_with_the_code_of_the_run(
-    tmp_path, config
+@pytest.fixture
+def launch(tmp_path, config):
+    """Launches node K with shell text in the place of `accelerate launch`."""
+    (tmp_path / "train.py").touch()
+
+    def run(rank: int, instead: str, *flags: str) -> int:
+        stand_in = tmp_path / f"bin{rank}" / "accelerate"
+        stand_in.parent.mkdir()
+        stand_in.write_text(f"#!/bin/sh\n{instead}\n")
+        stand_in.chmod(0o755)
+        os.environ["PATH"] = f"{stand_in.parent}:{os.environ['PATH']}"
+        return main([config, "--timeout", str(HANG_S), *flags, str(tmp_path / "train.py"), "--a b"])
+
+    return run
+
+
+def test_every_node_launches_after_the_roll_call_and_ends_with_the_code_of_the_run(
+    tmp_path, config, launch
 ):
+    """Node 0 takes its rank from SLURM's variables, whose address gives way to that of the file."""
+
     def node(rank: int) -> int:
         ending = json.dumps({"code": 5 + rank, "cause": "engine 0 of node 1 ended"})
-        script = f"echo started; echo '{ending}' > $TRL_MULTINODE_ENDING_FILE; exit 1"
-        return main(
-            [
-                config,
-                "--wait",
-                "--timeout",
-                str(HANG_S),
-                "--machine_rank",
-                str(rank),
-                "--",
-                "sh",
-                "-c",
-                script,
-            ]
+        instead = (
+            f"""printf '<%s>' "$@"; echo; echo '{ending}' > $TRL_MULTINODE_ENDING_FILE; exit 1"""
         )
+        os.environ |= {"SLURM_NODEID": str(rank), "SLURM_STEP_NODELIST": "elsewhere"}
+        return launch(rank, instead, *([] if rank == 0 else ["--machine_rank=1"]))
 
     with forked(node, 2, tmp_path) as nodes:
         assert [one.result for one in nodes] == [5, 6]
-        assert all(one.text.index("2 of 2 nodes here") < one.text.index("started") for one in nodes)
+        for one, rank in zip(nodes, ("<--machine_rank><0>", "<--machine_rank=1>"), strict=True):
+            said = f"<launch><--config_file><{config}>{rank}<{tmp_path}/train.py><--a b>"
+            assert one.text.index("2 of 2 nodes here") < one.text.index(said)
         assert "the run ended with exit code 6: engine 0 of node 1 ended" in nodes[1].text
 
 
-def test_no_node_runs_its_command_after_a_failed_roll_call(tmp_path, config):
+def test_no_node_launches_after_a_failed_roll_call(tmp_path, launch):
     """Node 1 has a version of its own, which a folder of its path shows."""
     distribution = tmp_path / "other" / "trl-0.9.0.dist-info"
     distribution.mkdir(parents=True)
@@ -392,19 +404,7 @@ def test_no_node_runs_its_command_after_a_failed_roll_call(tmp_path, config):
     def node(rank: int) -> int:
         if rank == 1:
             sys.path.insert(0, str(distribution.parent))
-        return main(
-            [
-                config,
-                "--wait",
-                "--timeout",
-                str(HANG_S),
-                "--machine_rank",
-                str(rank),
-                "--",
-                "echo",
-                "star" + "ted",
-            ]
-        )
+        return launch(rank, "echo star''ted", "--machine_rank", str(rank))
 
     with forked(node, 2, tmp_path) as nodes:
         assert [one.result for one in nodes] == [CONFIGURATION, CONFIGURATION]
@@ -413,6 +413,15 @@ def test_no_node_runs_its_command_after_a_failed_roll_call(tmp_path, config):
             for one in nodes
         )
         assert not any("started" in one.text for one in nodes)
+
+
+def test_a_node_that_no_scheduler_names_is_asked_for_its_rank_and_address(
+    tmp_path, config, capsys, monkeypatch
+):
+    for name in node_flags.SOURCES:
+        monkeypatch.delenv(name, raising=False)
+    assert main([config, str(tmp_path / "train.py")]) == CONFIGURATION
+    assert "--machine_rank K" in capsys.readouterr().out
 
 
 SHELL = "trap 'echo got TERM; exit 9' TERM; trap 'echo got INT; exit 8' INT; echo ready; while :; do sleep 0.1; done"

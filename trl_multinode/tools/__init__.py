@@ -7,15 +7,15 @@ from importlib import import_module
 USAGE = """\
 usage: trl-multinode COMMAND ...
 
+  migrate  print the changes that a script for TRL needs, as a diff
   config   write a config file of `accelerate launch` for a number of nodes and GPUs, as in `trl-multinode config 4x8`
-  check    report what a config file would start on a node, and every problem with its cure; starts nothing.
-           With --wait it meets the other nodes, names missing ones, and then runs the launch
+  check    report what a config file would start on a node, and every problem with its cure; starts nothing
+  launch   the same line on every node: check, meet the other nodes, name missing ones, then accelerate launch
   doctor   examine the launch, this node (--level node) or all nodes and the links between them (--level cluster)
   clean    remove what killed runs left on this machine: folders and shared memory
   plan     report from a model's config which split of a node's GPUs fits and is fastest; starts nothing
   grpo     train with GRPO: model, dataset and rewards from the command line, as `trl grpo`
   render   write a job file for SLURM, Kubernetes, ssh or SkyPilot; submits nothing
-  flags    print --machine_rank and --main_process_ip from the scheduler's variables, inside a job
   timeline show what each rank and engine of a run did when: a table, a trace, a page
 
 `trl-multinode COMMAND --help` lists the arguments, `trl-multinode --version` prints the version."""
@@ -23,14 +23,15 @@ usage: trl-multinode COMMAND ...
 
 # Command -> module of this folder whose `main(argv)` returns the exit code
 COMMANDS = {
+    "migrate": "migrate",
     "config": "config",
     "check": "check.report",
+    "launch": "launch.command",
     "clean": "clean",
     "doctor": "doctor.report",
     "plan": "plan.command_line",
     "grpo": "grpo",
     "render": "render.command",
-    "flags": "render.node_flags",
     "timeline": "timeline.command",
 }
 

@@ -1,4 +1,4 @@
-"""Command line of the check and of the doctor: their own flags beside those of `accelerate launch`."""
+"""Command line of check, doctor and launch: their own flags beside those of `accelerate launch`."""
 
 import argparse
 from dataclasses import fields, replace
@@ -11,32 +11,35 @@ from .launch import Batch, Engines
 DEFAULT_TIMEOUT_S = 600.0  # as long as torchrun waits for the nodes
 SCRIPT_FLAGS = (*fields(Batch), *fields(Engines))
 OWN_FLAGS = ("gpus_per_node", "timeout", "level", *(entry.name for entry in SCRIPT_FLAGS))
-CHECKS = (
-    "Report what `accelerate launch` would run on this node, and every problem with its cure. With --wait, on "
-    "every node, meet the other nodes at --main_process_ip and --main_process_port; nodes that are missing, "
-    "have the rank of another one or other versions are named. Then run COMMAND, which is the usual "
-    "`accelerate launch ...`, and end with the exit code of the run (docs/operate/errors.md)."
-)
-EXAMINES = (
-    "Report what the launch would run (static), what this node has and what the launch needs of it (node), "
+DESCRIPTIONS = {
+    "check": "Report what `accelerate launch` would run on this node, and every problem with its cure. Exit status: "
+    "0 without problems, 1 with problems, 2 for an invalid command line.",
+    "launch": "Run the same line on every node. It takes --machine_rank and --main_process_ip from the scheduler's "
+    "variables unless they are given, checks the launch, and meets the other nodes at the address and port of the "
+    "launch; nodes that are missing, have the rank of another one or other versions are named. Then it runs "
+    "`accelerate launch`, and ends with the exit code of the run (docs/operate/errors.md).",
+    "doctor": "Report what the launch would run (static), what this node has and what the launch needs of it (node), "
     "and all nodes side by side with the speed of each link between neighbours (cluster; run it on every "
-    "node). Exit status: 0 without errors, 1 with errors, 2 for an invalid command line."
-)
+    "node). Exit status: 0 without errors, 1 with errors, 2 for an invalid command line.",
+}
+USAGES = {
+    "check": "[flags of accelerate launch] [--gpus_per_node N] [script and its arguments]",
+    "launch": "[--timeout S] [flags of accelerate launch] SCRIPT [its arguments]",
+    "doctor": "[--level static|node|cluster] [--json] [--paste] [flags of accelerate launch] "
+    "[script and its arguments]",
+}
 
 
-def own_parser(doctor: bool = False) -> argparse.ArgumentParser:
+def own_parser(command: str = "check") -> argparse.ArgumentParser:
     """Return the parser of the flags that are not those of `accelerate launch`."""
-    name = "doctor" if doctor else "check"
-    parser = argparse.ArgumentParser(f"trl-multinode {name}", allow_abbrev=False)
-    parser.description = EXAMINES if doctor else CHECKS
+    parser = argparse.ArgumentParser(f"trl-multinode {command}", allow_abbrev=False)
+    parser.usage = f"%(prog)s FILE {USAGES[command]}"
+    parser.description = DESCRIPTIONS[command]
     parser.epilog = "Any other flag is one of `accelerate launch`, as in --machine_rank 1 --main_process_ip HOST0."
     parser.add_argument("file", help="config file of `accelerate launch`; give it before any flag")
-    parser.add_argument(
-        "--gpus_per_node", "--gpus-per-node", type=positive, help="GPUs of a node (default: 8)"
-    )
-    if doctor:
-        flags = "[--level static|node|cluster] [--json] [--paste] [flags of accelerate launch]"
-        parser.usage = f"%(prog)s FILE {flags} [script and its arguments]"
+    gpus = "GPUs of a node (default: 8; those that this node has, for launch)"
+    parser.add_argument("--gpus_per_node", "--gpus-per-node", type=positive, help=gpus)
+    if command == "doctor":
         levels = ("static", "node", "cluster")
         parser.add_argument(
             "--level", choices=levels, default="static", help="how far to look (default: static)"
@@ -51,17 +54,11 @@ def own_parser(doctor: bool = False) -> argparse.ArgumentParser:
             action="store_true",
             help="print a block for an issue, without secrets and names",
         )
-    else:
-        parser.usage = "%(prog)s FILE [flags of accelerate launch] [--gpus_per_node N] [script and its arguments]\n"
-        parser.usage += (
-            "       %(prog)s FILE --wait [--timeout S] [flags of accelerate launch] [-- COMMAND]"
-        )
-        parser.add_argument(
-            "--wait", action="store_true", help="meet the other nodes; anywhere before COMMAND"
-        )
-    text = f"seconds to wait for the other nodes (default: {DEFAULT_TIMEOUT_S:.0f})"
-    parser.add_argument("--timeout", type=_seconds, default=DEFAULT_TIMEOUT_S, help=text)
-    for entry in SCRIPT_FLAGS:
+    if command != "check":
+        text = f"seconds to wait for the other nodes (default: {DEFAULT_TIMEOUT_S:.0f})"
+        parser.add_argument("--timeout", type=_seconds, default=DEFAULT_TIMEOUT_S, help=text)
+    # a launch has a script, which has these arguments itself
+    for entry in SCRIPT_FLAGS if command != "launch" else ():
         kind = _indices if entry.name == "vllm_devices" else positive
         text = f"of the script, if none is named (default: {entry.default})"
         parser.add_argument(
@@ -77,27 +74,23 @@ def batch_of(batch: Batch | None, words: list[str]) -> Batch | None:
     return replace(batch or Batch(), **given) if given else batch
 
 
-def parse(argv: list[str], doctor: bool = False) -> argparse.Namespace:
-    """Split the command line into own flags, words of `accelerate launch` with a script (`flags`), and a command.
+def parse(argv: list[str], command: str = "check") -> argparse.Namespace:
+    """Split the command line into own flags, words of `accelerate launch` (`flags`), and script with arguments.
 
     Raises:
         `SystemExit`: with status 2, for an invalid flag of our own.
     """
-    parser = own_parser(doctor)
-    words, command = argv, list[str]()
-    end = argv.index("--") if "--" in argv else len(argv)
-    if "--wait" in argv[:end] and not doctor:
-        words, command = argv[:end], argv[end + 1 :]
-    if not words or words[0].startswith("-"):
-        parser.parse_args(words)  # --help
+    parser = own_parser(command)
+    if not argv or argv[0].startswith("-"):
+        parser.parse_args(argv)  # --help
         parser.error("give the config file before any flag")
-    waits = [word for word in words if word == "--wait" and words is not argv]
-    flags, script = split_at_script([word for word in words[1:] if word not in waits], OWN_FLAGS)
-    options, rest = parser.parse_known_args([words[0], *flags, *waits])
-    if doctor and options.json and options.paste:
+    flags, script = split_at_script(argv[1:], OWN_FLAGS)
+    options, rest = parser.parse_known_args([argv[0], *flags])
+    if command == "doctor" and options.json and options.paste:
         parser.error("--json and --paste are two forms of one report: give one of them")
-    options.flags = [*rest, *script]
-    options.command = command
+    if command == "launch" and not script:
+        parser.error("give the training script after the flags")
+    options.flags, options.script = rest, script
     batch = _given(Batch, options)
     options.batch = Batch(**batch) if batch else None
     options.engines = Engines(**_given(Engines, options))
@@ -105,7 +98,7 @@ def parse(argv: list[str], doctor: bool = False) -> argparse.Namespace:
 
 
 def _given(kind: type, options: argparse.Namespace) -> dict[str, Any]:
-    values = {entry.name: getattr(options, entry.name) for entry in fields(kind)}
+    values = {entry.name: getattr(options, entry.name, None) for entry in fields(kind)}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from accelerate.commands import launch as accelerate_launch
 
+from ..migrate import hint
+
 NO_SCRIPT = "(nothing)"  # in the place of a script that is not named
 
 
@@ -22,7 +24,9 @@ def flag_names() -> set[str]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the most similar known word as the end of a message, or an empty string."""
+    """Return what became of a word, or the most similar known one, as the end of a message; empty without either."""
+    if known_change := hint(word):
+        return known_change
     close = difflib.get_close_matches(str(word), list(known), n=1)
     return f", did you mean {close[0]}?" if close else ""
 

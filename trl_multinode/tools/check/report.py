@@ -27,7 +27,6 @@ from .rules_engines import engine_notes, engine_problems, head_problems
 from .rules_keys import key_problems
 from .rules_nodes import port_problems, rank_problems, scheduler_problems
 from .rules_preemption import preemption_notes, preemption_problems
-from .waiting import wait_and_run
 
 LAUNCH_RULES = (
     launcher_problems,
@@ -172,24 +171,21 @@ def _strategy(launch: Launch) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Print the report and return the exit status: 0 without problems, 1 with problems; with `--wait` a run's code."""
+    """Print the report and return the exit status: 0 without problems, 1 with problems."""
     options = parse(argv)
-    port = not options.wait  # the roll-call looks for the port's owner, and may be that itself
     launch, problems = check(
         options.file,
-        options.flags,
+        [*options.flags, *options.script],
         options.batch,
         options.gpus_per_node or 8,
         options.engines,
-        port,
     )
-    _print(launch, problems, options.file)
-    if options.wait:
-        return wait_and_run(launch, problems, options.timeout, options.command)
+    show(launch, problems, options.file)
     return 1 if problems else 0
 
 
-def _print(launch: Launch | None, problems: list[Problem], path: str) -> None:
+def show(launch: Launch | None, problems: list[Problem], path: str) -> None:
+    """Print the report of a check."""
     # a sentence stays on one line, also in a log
     console = Console(soft_wrap=True, markup=False, highlight=False)
     if launch is not None:

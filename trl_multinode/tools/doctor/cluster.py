@@ -11,9 +11,9 @@ from contextlib import ExitStack, suppress
 import msgspec
 
 from ...run.versions import MISSING, differences
-from ..check.meeting import Place
-from ..check.rollcall import call
-from ..check.waiting import NO_PLACE, hello_of, place_of
+from ..launch.joining import NO_PLACE, hello_of, place_of
+from ..launch.meeting import Place
+from ..launch.rollcall import call
 from .case import Case
 from .exchange import Exchange, NodeLost
 from .facts import Finding, NodeReport

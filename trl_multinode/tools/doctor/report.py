@@ -14,7 +14,7 @@ from rich.console import Console
 from ..check.command_line import parse
 from ..check.launch import Launch
 from ..check.report import check, notes, table
-from ..check.waiting import INTERRUPTED
+from ..launch.joining import INTERRUPTED
 from .case import Case
 from .cluster import examine_cluster
 from .facts import Finding, NodeReport
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
     Raises:
         `SystemExit`: with status 2, for an invalid command line.
     """
-    options = parse(argv, doctor=True)
+    options = parse(argv, "doctor")
     report = Report(options)
     try:
         with redirect_stdout(sys.stderr):  # lines of the roll-call; a JSON document must be alone
@@ -123,7 +123,9 @@ def _levels(options: argparse.Namespace, report: Report) -> None:
 
 def _static(options: argparse.Namespace, report: Report) -> Launch | None:
     gpus = options.gpus_per_node or (options.level != "static" and len(known_gpus())) or 8
-    launch, problems = check(options.file, options.flags, options.batch, gpus, options.engines)
+    launch, problems = check(
+        options.file, [*options.flags, *options.script], options.batch, gpus, options.engines
+    )
     lines = [table(launch), *(f"note: {note}" for note in notes(launch))] if launch else []
     found = [("", Finding("error", "launch", problem.what, problem.cure)) for problem in problems]
     report.section(*lines, findings=found)

@@ -52,13 +52,11 @@ class Job(Layout):
         """Config file as a word of a shell."""
         return shlex.quote(str(self.config))
 
-    @property
-    def launch(self) -> str:
-        """Shell text that meets the other nodes and runs this node's share; `$flags` holds its rank and address."""
-        return (
-            f"trl-multinode check {self.quoted} --wait --timeout {self.timeout_s}{self.gpus_flag} $flags -- \\\n"
-            f"    accelerate launch --config_file {self.quoted} $flags {self.script}"
-        )
+    def launch(self, flags: str = "") -> str:
+        """Return the shell text that runs this node's share; `flags` are its rank and address without a scheduler."""
+        own = f"--timeout {self.timeout_s}{self.gpus_flag}"
+        words = " ".join(filter(None, [own, flags]))
+        return f"trl-multinode launch {self.quoted} {words} \\\n    {self.script}"
 
 
 def read_job(

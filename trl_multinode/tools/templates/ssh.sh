@@ -24,10 +24,9 @@ node() {
 @@ for name, value in exports
     export @{name}=@{value|quote}
 @@ endfor
-    flags="--machine_rank $1 --main_process_ip $2"
     exec 3<&0
     {
-        exec @{job.launch|indent(8)}
+        exec @{job.launch('--machine_rank "$1" --main_process_ip "$2"')|indent(8)}
     } < /dev/null 3<&- &
     launch=$! code=0
     (read -r -u 3 || kill -TERM "$launch") > /dev/null 2>&1 &

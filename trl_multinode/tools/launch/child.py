@@ -1,4 +1,4 @@
-"""Command after a roll-call: run it as a child, forward signals to it, and end with the exit code of the run.
+"""The launcher after a roll-call: run it as a child, forward signals to it, and end with the exit code of the run.
 
 `accelerate launch` and torchrun end with 1 whatever the ranks end with. So the child gets the name of a file in its
 environment, into which the local main process of this node writes how the run ended (`run/endings/ending.py`).

@@ -16,9 +16,9 @@ import time
 from contextlib import suppress
 
 from ...run.endings.exit_codes import CONFIGURATION, PEER_LOST
+from ..check.ports import owner_of
 from .attendance import LONGEST_LINE, Hello, State, Verdict, encode, printable
 from .meeting import CONNECT_S, RETRY_S, Meeting, Place, receive
-from .ports import owner_of
 
 OTHER_PORT = (
     ". End the program that has it, or pass another --main_process_port, the same on every node"

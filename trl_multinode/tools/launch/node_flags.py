@@ -1,46 +1,17 @@
-"""`trl-multinode flags`: `--machine_rank` and `--main_process_ip` from the variables of this node's scheduler.
+"""`--machine_rank` and `--main_process_ip` from the variables of this node's scheduler; accelerate reads none of them.
 
-accelerate reads none of these variables. No library is imported, so a job file may run this command on every node.
+SkyPilot, a TrainJob of Kubernetes (`PET_*`), SLURM (inside srun) and an Indexed Job (`JOB_COMPLETION_INDEX`) set them.
 """
 
-import argparse
-import os
 import re
 import socket
-import sys
 from collections.abc import Callable, Mapping
 
-DESCRIPTION = """\
-Print the flags of `accelerate launch` that differ between nodes, from the variables of SkyPilot, of a Kubernetes
-TrainJob (PET_*), of SLURM (inside srun) or of an Indexed Job (JOB_COMPLETION_INDEX). In a job file:
-
-  flags=$(trl-multinode flags) || exit
-  accelerate launch --config_file 4node.yaml $flags train.py"""
 Environment = Mapping[str, str]
 
 
 class FlagsError(ValueError):
     """Environment in which no scheduler names this node and node 0; the message has got, expected and the cure."""
-
-
-def main(argv: list[str]) -> int:
-    """Print the flags in one line.
-
-    Returns:
-        `int`: 0, or 1 if no scheduler has set its variables.
-    """
-    parser = argparse.ArgumentParser(
-        "trl-multinode flags", description=DESCRIPTION, allow_abbrev=False
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.parse_args(argv)
-    try:
-        rank, address = node_flags(os.environ)
-    except FlagsError as error:
-        print(f"trl-multinode flags: {error}", file=sys.stderr)
-        return 1
-    print(f"--machine_rank {rank} --main_process_ip {address}")
-    return 0
 
 
 def node_flags(environ: Environment) -> tuple[int, str]:

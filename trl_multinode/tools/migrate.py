@@ -1,0 +1,180 @@
+"""`trl-multinode migrate train.py`: the changes that a script for TRL needs, as a diff; it writes nothing.
+
+The tables are also the check's answer to an argument that a script does not have (`check/flags.py: did_you_mean`).
+"""
+
+import argparse
+import ast
+import difflib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# Former names in TRL and transformers -> today's
+RENAMED = {
+    "torch_dtype": "dtype",
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "warmup_ratio": "warmup_steps",
+    "use_liger_loss": "use_liger_kernel",
+    "wandb_log_unique_prompts": "log_unique_prompts",
+    "push_to_hub_model_id": "hub_model_id",
+    "tokenizer": "processing_class",
+    "vllm_device": "vllm_devices",
+    "vllm_max_model_len": "vllm_max_model_length",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+}
+# Arguments that no longer exist, or that would keep a script from its node's engines -> the reason to delete them
+SERVER = "each node's engines belong to its local main process, so there is no server"
+REMOVED = {
+    "use_vllm": "it is the default",
+    "vllm_mode": "node mode is the default; a server or colocation would leave the reserved GPUs unused",
+    "vllm_server_base_url": SERVER,
+    "vllm_server_host": SERVER,
+    "vllm_server_port": SERVER,
+    "vllm_server_timeout": f"{SERVER}; `engine_start_timeout` and `engine_stall_timeout` are the limits",
+    "vllm_group_port": SERVER,
+    "vllm_enable_sleep_mode": "engines have GPUs of their own",
+    "vllm_gpu_memory_utilization": "a reserved GPU gives 0.9 of its memory",
+    "vllm_dtype": "the engines take that of the training; another one is `engine_kwargs={'dtype': ...}`",
+    "max_prompt_length": "TRL no longer cuts prompts; `vllm_max_model_length` limits prompt and completion together",
+    "overwrite_output_dir": "one run per folder; a relaunch resumes",
+    "save_safetensors": "weights are always saved so",
+    "logging_dir": "`report_to` and the variables of the tracker say where logs go",
+    "include_tokens_per_second": "`perf/tokens_per_s` is always logged",
+}
+MODULE = "trl_multinode"
+GAP = b"\0"  # in the place of an argument that is removed; no script holds it
+RESUME = "resume_from_checkpoint={}.last_checkpoint()"
+
+
+def hint(argument: str) -> str:
+    """Return what became of an argument, as the end of a message; empty if that is not known."""
+    name = argument.lstrip("-").partition("=")[0].replace("-", "_")
+    if name in RENAMED:
+        return f", which is `{RENAMED[name]}` now"
+    return f": {REMOVED[name]}" if name in REMOVED else ""
+
+
+class Edits:
+    """Changes of a text, by line and column of its syntax tree; the last one is made first."""
+
+    def __init__(self, text: str):
+        # columns of a syntax tree count bytes
+        self._lines = [line.encode() for line in text.splitlines(keepends=True)]
+        self._edits: list[tuple[int, int, bytes]] = []  # first byte, one behind the last, new text
+
+    def _at(self, line: int, column: int) -> int:
+        return sum(map(len, self._lines[: line - 1])) + column
+
+    def replace(self, node: ast.expr | ast.keyword | ast.stmt, old: str, new: str) -> None:
+        """Replace the first `old` in a node."""
+        start, text = self._at(node.lineno, node.col_offset), b"".join(self._lines)
+        at = text.index(old.encode(), start)
+        self._edits.append((at, at + len(old.encode()), new.encode()))
+
+    def insert_before_end(self, call: ast.Call, new: str) -> None:
+        """Insert an argument into a call that has none."""
+        assert call.end_lineno is not None and call.end_col_offset is not None
+        at = self._at(call.end_lineno, call.end_col_offset) - 1
+        self._edits.append((at, at, new.encode()))
+
+    def remove(self, node: ast.keyword) -> None:
+        """Remove an argument with its comma, and with its line if nothing but a comment is left there."""
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        start, end = (
+            self._at(node.lineno, node.col_offset),
+            self._at(node.end_lineno, node.end_col_offset),
+        )
+        comma = re.compile(rb"[ \t]*,?").match(b"".join(self._lines), end)
+        assert comma is not None
+        self._edits.append((start, comma.end(), GAP))
+
+    def made(self) -> str:
+        text = b"".join(self._lines)
+        for start, end, new in sorted(self._edits, reverse=True):
+            text = text[:start] + new + text[end:]
+        text = re.sub(rb"^[ \t]*(\0[ \t]*)+(#.*)?\n", b"", text, flags=re.MULTILINE)
+        text = re.sub(rb",?[ \t]*\0(?=[ \t]*\))", b"", text)
+        return re.sub(rb"[ \t]*\0", b"", text).decode()
+
+
+def migrated(text: str) -> tuple[str, list[str]]:
+    """Return a script after the changes, and a line for each that a diff does not explain by itself.
+
+    Args:
+        text (`str`):
+            Script for TRL.
+
+    Raises:
+        `SyntaxError`: if it is no Python.
+    """
+    edits, notes = Edits(text), []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "trl":
+            if any(name.name.endswith(("Trainer", "Config")) for name in node.names):
+                edits.replace(node, str(node.module), MODULE)
+        elif isinstance(node, ast.Import) and any(name.name == "trl" for name in node.names):
+            notes.append(
+                f"line {node.lineno}: take trainers and configs from `{MODULE}`, not from `trl`"
+            )
+        elif isinstance(node, ast.Call):
+            notes += _changed(node, edits)
+    return edits.made(), notes
+
+
+def _changed(call: ast.Call, edits: Edits) -> Iterator[str]:
+    """Change the arguments of a config or a trainer, and a `train()` that would begin anew."""
+    name = ast.unparse(call.func)
+    if (
+        name.endswith((".train", "trainer.train"))
+        and "trainer" in name
+        and not (call.args or call.keywords)
+    ):
+        edits.insert_before_end(call, RESUME.format(name.removesuffix(".train")))
+        yield f"line {call.lineno}: a relaunch continues from the last whole checkpoint, if there is one"
+    if not name.endswith(("Config", "Trainer", "Arguments")):
+        return
+    for keyword in call.keywords:
+        known = keyword.arg or ""
+        # a trainer's `tokenizer` only
+        if known in RENAMED and (known != "tokenizer" or name.endswith("Trainer")):
+            edits.replace(keyword, known, RENAMED[known])
+        elif known in REMOVED:
+            edits.remove(keyword)
+        else:
+            continue
+        yield f"line {keyword.lineno}: `{known}`{hint(known)}"
+
+
+def main(argv: list[str]) -> int:
+    """Print the diff to standard output, and the reasons and next commands to standard error.
+
+    Returns:
+        `int`: 0, or 2 if the script cannot be read.
+    """
+    parser = argparse.ArgumentParser("trl-multinode migrate", allow_abbrev=False)
+    parser.description = (
+        "Print the changes that a script for TRL needs, as a diff. `trl-multinode migrate train.py | patch -p0` makes "
+        "them."
+    )
+    parser.add_argument("script", type=Path, help="Python file for TRL")
+    path = parser.parse_args(argv).script
+    try:
+        text = path.read_text(encoding="utf-8")
+        new, notes = migrated(text)
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
+        print(f"trl-multinode migrate: cannot read {path} ({error})", file=sys.stderr)
+        return 2
+    before, after = text.splitlines(keepends=True), new.splitlines(keepends=True)
+    sys.stdout.writelines(difflib.unified_diff(before, after, str(path), str(path)))
+    for note in notes or ["nothing to change"]:
+        print(note, file=sys.stderr)
+    print(
+        f"Then: trl-multinode config 4x8, and trl-multinode check 4node.yaml --machine_rank 0 "
+        f"--main_process_ip HOST0 {path}, which also finds batches that 7 of 8 GPUs cannot divide.",
+        file=sys.stderr,
+    )
+    return 0
