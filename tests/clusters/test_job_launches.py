@@ -80,7 +80,7 @@ def test_pods_meet_launch_and_end_with_the_code_of_the_run(tmp_path, monkeypatch
             )
     try:
         until(
-            lambda: all("rank " in log.read_text() for log in logs),
+            lambda: all(" of 2, " in log.read_text() for log in logs),
             lambda: str([log.read_text() for log in logs]),
         )
         for pod in pods:
