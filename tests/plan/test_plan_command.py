@@ -148,3 +148,47 @@ def test_the_page_has_what_the_command_prints(command, capsys, monkeypatch):
     printed = capsys.readouterr().out
     for part in dict(COMMANDS)[command].split("...\n"):  # parts that the page leaves out
         assert part in printed
+
+
+# ---- what to type
+
+
+SCRIPT = """\
+from trl_multinode import GRPOConfig, ModelConfig, TrlParser
+
+if __name__ == "__main__":
+    args, model = TrlParser((GRPOConfig, ModelConfig)).parse_args_and_config()
+"""
+
+
+def test_a_plan_of_a_config_file_and_a_script_takes_its_numbers_from_them_and_ends_with_commands(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    assert main(["config", "2x8"]) == 0 and capsys.readouterr()
+    arguments = ["--model_name_or_path", str(CONFIGS / "32B.json"), "--output_dir", "a b"]
+    arguments += ["--max_completion_length", "512", "--per_device_train_batch_size", "4"]
+    assert plan("2node.yaml", "train.py", *arguments, "--gpu", "H200-141", "--json") == 0
+    task_ = json.loads(capsys.readouterr().out)["task"]
+    assert (task_["cluster"]["nodes"], task_["rows"]["longest"], task_["micro_rows"]) == (2, 512, 4)
+    assert task_["rows"]["number"] == 4 * 7
+    assert plan("2node.yaml", "train.py", *arguments, "--gpu", "H200-141") == 0
+    lines = capsys.readouterr().out.splitlines()
+    commands = [shlex.split(line) for line in lines if line.startswith("  trl-multinode")]
+    config, check, launch = (words[1:] for words in commands)
+    Path("2node.yaml").unlink()  # the one of the plan has another name or content
+    assert main(config) == 0 and main(check) in (0, 1)
+    assert Path(check[1]).exists() and launch[:2] == ["launch", check[1]]
+    assert launch[2:] == check[check.index("train.py") :] and "a b" in launch
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["2node.yaml", "train.py"], "do not say model"), (["none.yaml", "train.py"], "none.yaml")],
+)
+def test_a_script_that_says_no_model_is_named(words, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print()\n")
+    assert main(["config", "2x8"]) == 0
+    assert plan(*words) == 2 and message in capsys.readouterr().err

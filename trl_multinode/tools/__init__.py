@@ -23,7 +23,6 @@ usage: trl-multinode COMMAND ...
 
 # Command -> module of this folder whose `main(argv)` returns the exit code
 COMMANDS = {
-    "migrate": "migrate",
     "config": "config",
     "check": "check.report",
     "launch": "launch.command",
@@ -33,6 +32,7 @@ COMMANDS = {
     "grpo": "grpo",
     "render": "render.command",
     "timeline": "timeline.command",
+    "migrate": "migrate",
 }
 
 

@@ -8,7 +8,7 @@ import argparse
 import re
 
 from .layout import Layout
-from .text import fill, write_new
+from .text import fill, positive, write_new
 
 PROG = "trl-multinode config"
 
@@ -29,8 +29,7 @@ def parse(argv: list[str]) -> tuple[Layout, argparse.Namespace]:
     parser.add_argument(
         "--engine_gpus",
         "--engine-gpus",
-        type=int,
-        choices=(1, 2, 4),
+        type=positive,
         help="GPUs of a node for vLLM (default: 1)",
     )
     parser.add_argument(

@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import shlex
 import sys
 from dataclasses import asdict
 
+from ..check import check
 from ..text import positive
 from . import PlanError
 from .hardware import Cluster, parse_gpu, parse_nodes, parse_split
@@ -28,25 +30,28 @@ def own_parser() -> argparse.ArgumentParser:
         "split of a node's GPUs and with colocation, how long a step takes, and which split to choose. No weights are "
         "read and nothing is started."
     )
-    parser.add_argument(
-        "model", help="name on the Hub, a folder with a config.json, or such a file"
+    parser.usage = (
+        "%(prog)s MODEL --nodes NxG --completion N --rows N [options]\n"
+        "       %(prog)s FILE SCRIPT [its arguments] [options]"
     )
-    parser.add_argument("--nodes", required=True, help="nodes x GPUs of a node, as in 4x8")
+    parser.add_argument(
+        "model",
+        help="name on the Hub, a folder with a config.json, or such a file; or a config file of `accelerate launch`, "
+        "with a script whose arguments say model, batch and lengths",
+    )
+    parser.add_argument("script", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("--nodes", help="nodes x GPUs of a node, as in 4x8")
     parser.add_argument("--gpu", default="H100-80", help="name and GB of memory (default: H100-80)")
     parser.add_argument(
         "--prompt", type=positive, default=1024, help="tokens of a prompt (default: 1024)"
     )
-    parser.add_argument(
-        "--completion", type=positive, required=True, help="most tokens of a completion"
-    )
+    parser.add_argument("--completion", type=positive, help="most tokens of a completion")
     parser.add_argument(
         "--mean",
         type=positive,
         help="average tokens of a completion (default: of --run, or a fourth)",
     )
-    parser.add_argument(
-        "--rows", type=positive, required=True, help="completions of a round per node"
-    )
+    parser.add_argument("--rows", type=positive, help="completions of a round per node")
     text = "rows of a micro-batch, `per_device_train_batch_size` (default: as many as fit)"
     parser.add_argument("--micro_rows", "--micro-rows", type=positive, help=text)
     parser.add_argument(
@@ -77,8 +82,17 @@ def main(argv: list[str]) -> int:
     Returns:
         `int`: 0 if a layout fits, 1 if none does, 2 for arguments that cannot be planned.
     """
-    options = own_parser().parse_args(argv)
+    parser = own_parser()
+    options, words = parser.parse_known_args(argv)
+    script = [options.script, *words] if options.script else []
+    if words and not script:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
     try:
+        if script:
+            read_script(options, script)
+        for name in ("nodes", "completion", "rows"):
+            if getattr(options, name) is None:
+                parser.error(f"--{name} is required, unless a config file and a script give it")
         task, pairs = task_of(options)
     except PlanError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
@@ -91,8 +105,32 @@ def main(argv: list[str]) -> int:
         layouts = [asdict(each) | {"fits": each.fits} for each in (*splits, *colocated)]
         print(json.dumps({"task": asdict(task), "layouts": layouts}, indent=1))
     else:
-        print(text_of(task, splits, colocated))
+        print(text_of(task, splits, colocated, shlex.join(script)))
     return 0 if any(each.fits for each in (*splits, *colocated)) else 1
+
+
+def read_script(options: argparse.Namespace, script: list[str]) -> None:
+    """Fill in what a config file of accelerate and the arguments of a script say, where no option does.
+
+    Raises:
+        `PlanError`: if they name no model, or cannot be read.
+    """
+    path, gpus = options.model, parse_nodes(options.nodes)[1] if options.nodes else 8
+    node = ["--machine_rank", "0", "--main_process_ip", "HOST0"]
+    launch, problems = check(path, [*node, *script], gpus_per_node=gpus, port=False)
+    if launch is None or launch.script.batch is None or launch.script.model is None:
+        first = f": {problems[0].what}" if problems else ""
+        raise PlanError(
+            f"{path} and {script[0]} do not say model and batch{first}. Give the model instead of the file, with "
+            "--nodes, --completion and --rows."
+        )
+    found, batch = launch.script.values, launch.script.batch
+    options.model = launch.script.model
+    options.nodes = options.nodes or f"{launch.num_nodes}x{gpus}"
+    options.completion = options.completion or found.get("max_completion_length")
+    options.rows = options.rows or batch.world(launch.num_ranks) // launch.num_nodes
+    if options.micro_rows is None and not found.get("micro_batch_tokens"):
+        options.micro_rows = batch.per_device_train_batch_size
 
 
 def task_of(options: argparse.Namespace) -> tuple[Task, list[tuple[int, int]]]:

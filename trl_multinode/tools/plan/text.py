@@ -2,24 +2,22 @@
 
 from textwrap import fill as wrap
 
+from .. import config
+from ..layout import Layout as ConfigLayout
 from ..text import fill
 from . import hardware, layouts, rounds, training
 from .engine_memory import engine_memory
-from .layouts import OPEN_ROUNDS, Layout, Task, fastest, split_layouts
+from .layouts import OPEN_ROUNDS, Layout, Task, fastest
 
 WIDTH = 110  # of a line
 CLOSE = 1.05  # seconds that are as good as the fastest
-WAYS = {
-    "after": "with `max_staleness=0`",
-    "beside": "with `max_staleness=1`",
-    "in_flight": f"with `max_staleness={OPEN_ROUNDS}`",
-}
+STALENESS = {"after": 0, "beside": 1, "in_flight": OPEN_ROUNDS}
+WAYS = {way: f"with `max_staleness={rounds}`" for way, rounds in STALENESS.items()}
 
 
-def text_of(task: Task, splits: list[Layout], colocated: list[Layout]) -> str:
-    """Return the whole plan as text."""
+def text_of(task: Task, splits: list[Layout], colocated: list[Layout], script: str = "") -> str:
+    """Return the whole plan as text, with the commands of `script`, which are shell words."""
     fitting = [each for each in splits if each.fits]
-    gpus = task.cluster.gpus
     best = best_of(fitting)
     filled = fill(
         "plan.txt",
@@ -32,20 +30,23 @@ def text_of(task: Task, splits: list[Layout], colocated: list[Layout]) -> str:
         colocated_fits=[each for each in colocated if each.fits],
         best=best,
         way=choice(best),
-        ratio=[] if gpus % 4 else split_layouts(task, gpus // 4, gpus - gpus // 4),
         awake=awake_rows(task, colocated),
         ways=WAYS,
+        staleness=STALENESS,
+        script=script,
+        config_name=config.name_of,
+        config_layout=lambda one: ConfigLayout(task.cluster.nodes, one.training, task.cluster.gpus),
         best_of=best_of,
         aligned=aligned,
         gib=lambda num_bytes: f"{num_bytes / hardware.GIB:.1f}",
         rates=vars(rounds) | vars(layouts) | vars(training) | vars(hardware),
     )
-    tables, answers, assumed = str(filled).split("\n====\n")
+    tables, answers, commands, assumed = str(filled).split("\n====\n")
     lines = [
         wrap(" ".join(each.split()), WIDTH, subsequent_indent="  ")
         for each in answers.split("\n- ")[1:]
     ]
-    lines += ["", "Assumed:"]
+    lines += ["", commands.strip(), "", "Assumed:"] if commands.strip() else ["", "Assumed:"]
     for each in assumed.split("\n- ")[1:]:
         lines.append(
             wrap(" ".join(each.split()), WIDTH, initial_indent="  - ", subsequent_indent="    ")
