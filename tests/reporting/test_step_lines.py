@@ -17,6 +17,7 @@ from trl_multinode.reporting import callbacks as module
 from trl_multinode.reporting.callbacks import StepLines, report_steps
 from trl_multinode.reporting.lines import (
     MOST_ROWS,
+    equal_rewards,
     marked,
     node_table,
     other_line,
@@ -32,7 +33,8 @@ SECONDS = {
 LOGS = SECONDS | {
     "loss": 0.1, "reward": 0.5321, "kl": 0.0012, "perf/eta_s": 3723.4, "perf/tokens_per_s": 12345.0,
     "perf/tokens_per_s_per_device": 192.4, "perf/mfu": 0.314, "memory/gpu_gib/max": 71.23, "memory/gpu_share/max": 0.9,
-    "memory/host_gib/max": 20.0, "engine/busy": 0.641, "engine/kv_use": 0.41,
+    "memory/host_gib/max": 20.0, "engine/busy": 0.641, "engine/filled": 0.2, "engine/kv_use": 0.41,
+    "completions/mean_length": 312.4, "completions/clipped_ratio": 0.12, "grad_norm": 0.934,
 }  # fmt: skip
 
 
@@ -56,10 +58,10 @@ def test_a_step_is_one_short_line_with_all_that_was_asked_for():
     line = step_line(LOGS, 12, 80)
     assert line == (
         "step 12/80, eta 1:02:03 | 41.2 s: generate 20.1, sync 1.23, train 15.0, reward 0.40, wait 4.10 | "
-        "12.3k tokens/s, 192 per device | MFU 31 % | GPU 71.2 GiB (90 %) | engines busy 64 %, KV 41 % | "
-        "reward 0.532, KL 0.0012"
+        "12.3k tokens/s, 192 per device | MFU 31 % | GPU 71.2 GiB (90 %) | engines busy 64 %, filled 20 %, "
+        "KV 41 % | reward 0.532, KL 0.0012, gradient norm 0.934 | length 312, clipped 12 %"
     )
-    assert len(line) < 220
+    assert len(line) < 280
 
 
 def test_a_line_leaves_out_what_was_not_measured():
@@ -68,6 +70,17 @@ def test_a_line_leaves_out_what_was_not_measured():
         "| memory 1.5 GiB | engines busy 50 % | loss 0.25"
     )
     assert "MFU" not in line and "KV" not in line and "tokens" not in line
+
+
+def test_rewards_that_are_equal_within_all_groups_are_named_once(caplog):
+    equal = {"frac_reward_zero_std": 1.0, "rewards/format/mean": 0.0, "rewards/format/std": 0.0}
+    assert equal_rewards(LOGS | equal | {"frac_reward_zero_std": 0.99}) == ""
+    assert "`format` 0 on average" in equal_rewards(LOGS | equal)
+    lines = StepLines(bar=False)
+    for step in (1, 2):
+        state = SimpleNamespace(is_world_process_zero=True, global_step=step, max_steps=9)
+        lines.on_log(None, state, None, logs=LOGS | equal)
+    assert caplog.text.count("`format`") == 1
 
 
 def test_other_logs_are_one_line_too():

@@ -244,7 +244,7 @@ def test_a_log_is_one_gather_and_has_all_of_it(monkeypatch):
         found["perf/tokens_per_s"] == 4 * 40 / 10
         and found["perf/tokens_per_s_per_device"] == 16 / 8
     )
-    assert found["engine/busy"] == 0.5 and found["engine/kv_use"] == pytest.approx(0.7)
+    assert found["engine/filled"] == 0.5 and found["engine/kv_use"] == pytest.approx(0.7)
     assert (
         found["memory/host_gib/max"] > 0.05
         and "memory/gpu_gib/max" not in found
@@ -309,7 +309,7 @@ def test_the_first_log_counts_nothing_of_the_set_up(monkeypatch):
     found = one.metrics(SyncTimings(), steps_left=9)
     assert found["perf/rank_busy_share"] == 0.6
     assert found["perf/tokens_per_s"] == 4 * 20 / 100
-    assert found["perf/generate_s"] == 4.0 and found["engine/busy"] == 1.0
+    assert found["perf/generate_s"] == 4.0 and found["engine/filled"] == 1.0
 
 
 @pytest.mark.nightly

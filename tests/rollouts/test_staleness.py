@@ -145,17 +145,17 @@ def test_busy_shares_come_from_the_engines_clocks_and_the_ranks_idle_seconds():
         one, ahead=(6.0, 1.0), clocks=[(9.0, 10.0, 3.0, 1.0), (10.0, 10.0, 9.0, 4.0)], idle=2.0
     )
     assert found["engine/tail_share"] == 0.25
-    assert found["engine/busy"] == pytest.approx(0.6) and found[
-        "perf/rank_busy_share"
-    ] == pytest.approx(0.8, abs=0.01)
+    assert found["engine/busy"] == pytest.approx(0.95)
+    assert found["engine/filled"] == pytest.approx(0.6)
+    assert found["perf/rank_busy_share"] == pytest.approx(0.8, abs=0.01)
     assert found["perf/hidden_share"] == pytest.approx(0.5, abs=0.01)
     assert metrics(one, clocks=[(15.0, 20.0, 5.0, 1.0), (20.0, 20.0, 10.0, 4.0)])[
-        "engine/busy"
+        "engine/filled"
     ] == pytest.approx(3 / 20)
 
 
 def test_the_fullest_cache_of_all_engines_is_reported_if_engines_measure_it():
     nodes = [meter().take((0.0, 0.0), [(9.0, 10.0, 3.0, 0.0)], kv_use) for kv_use in (0.25, 0.75)]
     found = summarize_rounds(nodes, [0.0, 0.0])
-    assert found["engine/kv_use"] == 0.75 and found["engine/busy"] == pytest.approx(0.3)
+    assert found["engine/kv_use"] == 0.75 and found["engine/filled"] == pytest.approx(0.3)
     assert "engine/kv_use" not in metrics(meter())

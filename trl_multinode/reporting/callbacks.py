@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from ..run.reporter import show
-from .lines import node_table, other_line, rendered, step_line
+from ..run.reporter import show, warn
+from .lines import equal_rewards, node_table, other_line, rendered, step_line
 
 TABLE_STEPS = 10  # optimizer steps between two tables of the nodes
 
@@ -28,6 +28,7 @@ class StepLines(ProgressCallback, PrinterCallback):
         super().__init__()
         self._bar = bar and sys.stderr.isatty()
         self._table_at = TABLE_STEPS
+        self._has_warned = False  # of equal rewards
 
     def on_train_begin(self, args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
         self._table_at = state.global_step + TABLE_STEPS
@@ -53,6 +54,9 @@ class StepLines(ProgressCallback, PrinterCallback):
             self._write(other_line(logs, state.global_step))
             return
         self._write(step_line(logs, state.global_step, state.max_steps))
+        if (line := equal_rewards(logs)) and not self._has_warned:
+            self._has_warned = True
+            warn(f"step {state.global_step}: {line}")
         if state.global_step >= self._table_at:
             self._table_at = state.global_step + TABLE_STEPS
             if (table := node_table(logs, state.global_step)) is not None:

@@ -19,9 +19,10 @@ COLUMNS = {
     "tokens": "tokens",
     "memory_gib": "GiB",
     "engine_busy": "engines busy",
+    "engine_filled": "filled",
     "kv_use": "KV cache",
 }
-SHARES = ("engine_busy", "kv_use")
+SHARES = ("engine_busy", "engine_filled", "kv_use")
 MARKED = (*(f"{name}_s" for name in PHASES), "memory_gib", "kv_use")
 FIRST = {"reward": 0, "loss": 1, "runtime": 2}
 UNSHOWN = ("epoch", "total_flos")
@@ -82,6 +83,11 @@ def step_line(logs: Mapping[str, object], step: int, max_steps: int) -> str:
             _if(found, "reward", short, "reward {}"),
             _if(found, "kl", short, "KL {}"),
             "" if "reward" in found else _if(found, "loss", short, "loss {}"),
+            _if(found, "grad_norm", short, "gradient norm {}"),
+        ),
+        _listed(
+            _if(found, "completions/mean_length", short, "length {}"),
+            _if(found, "completions/clipped_ratio", percent, "clipped {}"),
         ),
     ]
     return " | ".join(filter(None, parts))
@@ -104,9 +110,28 @@ def _memory(found: Mapping[str, float]) -> str:
 
 
 def _engines(found: Mapping[str, float]) -> str:
-    busy = _if(found, "engine/busy", percent, "busy {}")
-    text = _listed(busy, _if(found, "engine/kv_use", percent, "KV {}"))
+    text = _listed(
+        _if(found, "engine/busy", percent, "busy {}"),
+        _if(found, "engine/filled", percent, "filled {}"),
+        _if(found, "engine/kv_use", percent, "KV {}"),
+    )
     return text and f"engines {text}"
+
+
+def equal_rewards(logs: Mapping[str, object]) -> str:
+    """Return a line if the rewards within every group of a step were equal, so that nothing can be learned."""
+    if logs.get("frac_reward_zero_std") != 1.0:
+        return ""
+    means = {
+        name.split("/")[1]: mean
+        for name, mean in logs.items()
+        if name.startswith("rewards/") and name.endswith("/mean") and isinstance(mean, float)
+    }
+    names = ", ".join(f"`{name}` {short(mean)} on average" for name, mean in means.items())
+    return (
+        f"all rewards within each group are equal ({names}), so no advantage is left and nothing is learned. Look at "
+        "the completions (`log_completions=True`) and at the function"
+    )
 
 
 def other_line(logs: Mapping[str, object], step: int) -> str:

@@ -150,5 +150,6 @@ def _node_metrics(ranks: list[RankNumbers], steps: int) -> dict[str, float]:
     if kv_use := max(rank.rounds.engine_kv_use for rank in ranks):
         metrics["kv_use"] = kv_use
     if clock_s := sum(rank.rounds.engine_clock_s for rank in ranks):
-        metrics["engine_busy"] = sum(rank.rounds.engine_slot_s for rank in ranks) / clock_s
+        metrics["engine_busy"] = sum(rank.rounds.engine_busy_s for rank in ranks) / clock_s
+        metrics["engine_filled"] = sum(rank.rounds.engine_slot_s for rank in ranks) / clock_s
     return metrics

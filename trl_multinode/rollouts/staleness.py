@@ -64,7 +64,8 @@ NUM_SUMS = len(fields(RoundSums))
 NO_CLOCKS = (0.0, 0.0, 0.0, 0.0)
 # Metrics that are a share or a mean: one sum of all ranks over another, left out where the latter is 0
 RATIOS = {
-    "engine/busy": ("engine_slot_s", "engine_clock_s"),
+    "engine/busy": ("engine_busy_s", "engine_clock_s"),
+    "engine/filled": ("engine_slot_s", "engine_clock_s"),
     "engine/tail_share": ("engine_tail_s", "engine_clock_s"),
     "logprobs/nan_share": ("nan_tokens", "trained_tokens"),
     "staleness/rounds_mean": ("lag_rounds", "rounds"),

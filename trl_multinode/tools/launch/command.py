@@ -19,8 +19,10 @@ from ..check.reading import read_launch
 from ..check.report import check, show
 from .child import run_command
 from .joining import INTERRUPTED, NO_PLACE, hello_of, place_of
-from .node_flags import FlagsError, node_flags
+from .node_flags import SOURCES, FlagsError, node_flags
 from .rollcall import call, say
+
+NODE_FLAGS = ("machine_rank", "main_process_ip")
 
 
 def main(argv: list[str]) -> int:
@@ -44,8 +46,9 @@ def main(argv: list[str]) -> int:
     show(launch, problems, options.file)
     if code := meet(launch, problems, options.timeout):
         return code
-    command = ["accelerate", "launch", "--config_file", options.file, *words]
-    say(f"starts {shlex.join(command)}")
+    command = ["accelerate", "launch", "--config_file", options.file, *flags, *options.script]
+    # without the script's arguments, one of which may be a token
+    say(f"starts {shlex.join(command[: 5 + len(flags)])} ...")
     # of an environment that is not activated
     os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}:{Path(sys.executable).parent}"
     return run_command(command)
@@ -54,6 +57,8 @@ def main(argv: list[str]) -> int:
 def missing_flags(path: str, flags: list[str], script: list[str], gpus: int) -> list[str]:
     """Return rank and address as this node's scheduler says them, as far as neither flags nor file have them.
 
+    A rank in the file is that of every node, so the scheduler's counts; without one, the check names the doubled rank.
+
     Raises:
         [`FlagsError`]: if one is missing and no scheduler has set it.
     """
@@ -61,11 +66,16 @@ def missing_flags(path: str, flags: list[str], script: list[str], gpus: int) -> 
     if launch is None or launch.num_nodes == 1 or launch.ranks_by_arrival:
         return []
     given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in flags}
-    names = ("machine_rank", "main_process_ip")
-    missing = [name for name in names if name not in given and launch.file.get(name) is None]
+    absent = [name for name in NODE_FLAGS if name not in given]
+    from_scheduler = any(name in os.environ for name in SOURCES)
+    missing = [
+        name
+        for name in absent
+        if launch.file.get(name) is None or (name == "machine_rank" and from_scheduler)
+    ]
     if not missing:
         return []
-    found = dict(zip(names, map(str, node_flags(os.environ)), strict=True))
+    found = dict(zip(NODE_FLAGS, map(str, node_flags(os.environ)), strict=True))
     return [word for name in missing for word in (f"--{name}", found[name])]
 
 
