@@ -11,6 +11,12 @@ from trl_multinode.tools import main
 pytestmark = pytest.mark.nightly  # a rarely changed kind; SLURM's script decides in every run
 
 OPTIONS = [
+    "--secret",
+    "hf",
+    "--node_selector",
+    "gpu=h100",
+    "--toleration",
+    "nvidia.com/gpu:NoSchedule",
     "--image",
     "registry/grpo:1",
     "--volume",
@@ -37,6 +43,19 @@ def render(tmp_path, monkeypatch, capsys):
         return {document["kind"]: document for document in yaml.safe_load_all(text)}
 
     return run
+
+
+def test_secrets_labels_and_taints_of_the_cluster_reach_the_pod(render):
+    options = ["--secret=a", "--secret=b", "--node_selector", "gpu=h100=x"]
+    options += ["--toleration", "nvidia.com/gpu:NoSchedule", "--toleration", "team=rl"]
+    pod = pod_of(render("4x8", "--image", "i", *options)["TrainingRuntime"])
+    (container,) = pod["containers"]
+    assert container["envFrom"] == [{"secretRef": {"name": name}} for name in "ab"]
+    assert pod["nodeSelector"] == {"gpu": "h100=x"}
+    assert pod["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+        {"key": "team", "operator": "Equal", "value": "rl"},
+    ]
 
 
 def pod_of(runtime: dict) -> dict:

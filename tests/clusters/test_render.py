@@ -31,6 +31,7 @@ NEEDED = {
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
     Path("4node.yaml").write_text(Path(FILE).read_text())
 
 
@@ -133,3 +134,15 @@ def test_it_runs_on_a_login_node_without_torch():
     code += f"from trl_multinode.tools import main; sys.exit(main({['render', 'ssh', FILE, '--script', 'a']!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("content", [None, "def broken(:\n"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_script_that_is_not_there_or_no_python_is_refused_where_it_must_be_here(
+    kind, content, capsys
+):
+    if content is not None:
+        Path("other.py").write_text(content)
+    words = ["render", kind, "4node.yaml", "--script", "other.py --a 1", *NEEDED[kind]]
+    assert main(words) == (0 if kind == "k8s" else 2)
+    assert ("other.py" in capsys.readouterr().err) or kind == "k8s"

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.nightly  # a rarely changed kind; SLURM's script decide
 @pytest.fixture
 def render(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
     assert main(["config", "4x8", "--out", "c.yaml"]) == 0
 
     def run(kind: str, *options: str) -> str:
@@ -87,7 +88,7 @@ def test_the_image_starts_a_node_by_itself(render):
     assert launch_of(shell)[:3] == ["trl-multinode", "launch", "c.yaml"]
 
 
-def test_a_config_file_outside_of_the_image_is_refused(capsys):
+def test_a_config_file_outside_of_the_image_is_refused(render, capsys):
     file = str(Path(__file__).parents[2] / "accelerate_configs" / "4node.yaml")
     assert main(["render", "docker", file, "--script", "train.py"]) == 2
     assert "4node.yaml" in capsys.readouterr().err

@@ -34,6 +34,7 @@ STAND_INS = {
 def run(tmp_path, monkeypatch, capsys):
     """Run a rendered script. Returns the finished process, and the calls of SLURM's commands."""
     monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
     (tmp_path / "bin").mkdir()
     for name, text in STAND_INS.items():
         (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
@@ -139,6 +140,28 @@ def test_a_time_limit_below_the_warning_is_refused_at_the_start(run, end, refuse
     ) == refused
 
 
-def test_a_node_without_gpus_asks_for_none(capsys):
+def test_a_node_without_gpus_asks_for_none(run, capsys):
     assert main(["render", "slurm", str(CONFIGS / "2node_cpu.yaml"), "--script", "train.py"]) == 0
     assert "gpus-per-node" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "gone", "kept"),
+    [
+        ("--gres=gpu:h100:8", "gpus-per-node", "exclusive"),
+        ("--oversubscribe", "exclusive", "gpus-per-node=8"),
+        ("--gpus-per-node=4", "gpus-per-node=8", "exclusive"),
+    ],
+)
+def test_a_line_of_the_cluster_replaces_that_of_the_file(run, given, gone, kept, capsys):
+    assert main(["render", "slurm", FILE, "--script", "train.py", f"--sbatch={given}"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#SBATCH")]
+    assert f"#SBATCH {given}" in lines and f"#SBATCH --{kept}" in lines
+    assert not any(line.startswith(f"#SBATCH --{gone}") for line in lines)
+
+
+@pytest.mark.parametrize("given", ["--nodes=3", "partition", "-J x", "--signal=USR2", "--a\nb"])
+def test_a_line_that_is_no_flag_or_one_of_the_file_is_refused(run, given, capsys):
+    with pytest.raises(SystemExit):
+        main(["render", "slurm", FILE, "--script", "train.py", f"--sbatch={given}"])
+    assert given.split("=")[0].split()[0] in capsys.readouterr().err

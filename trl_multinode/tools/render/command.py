@@ -14,7 +14,7 @@ from typing import Any
 
 from ...wire.secret_names import has_secret_form, is_secret_name
 from ..text import fill, write_new
-from .job import Job, JobError, read_job
+from .job import Job, JobError, check_script, read_job
 
 PROG = "trl-multinode render"
 BASE = "nvidia/cuda:13.0.2-devel-ubuntu24.04"
@@ -76,10 +76,48 @@ def _variable(text: str) -> tuple[str, str]:
     return name, value
 
 
+def _sbatch_line(text: str) -> str:
+    """Refuse what is no flag of sbatch, and flags that the file needs as they are."""
+    flag = _pattern("(--?[a-zA-Z][a-zA-Z-]*)(.*)", "a flag of sbatch, as in --partition=h100")(
+        text
+    )[0]
+    if flag in NEEDED_BY_FILE:
+        raise argparse.ArgumentTypeError(
+            f"got {flag}, expected another flag: {NEEDED_BY_FILE[flag]}"
+        )
+    return text
+
+
+def _toleration(text: str) -> dict[str, str]:
+    """Read a toleration in the words of `kubectl taint`: KEY, KEY=VALUE, each with :EFFECT or without."""
+    expected = "KEY[=VALUE][:EFFECT], as in nvidia.com/gpu:NoSchedule"
+    name, value, effect = _pattern("([^=:]+)(?:=([^:]*))?(?::([A-Za-z]+))?", expected)(text)
+    found = {"key": name, "operator": "Exists" if value is None else "Equal"}
+    found |= {} if value is None else {"value": value}
+    return found | ({"effect": effect} if effect else {})
+
+
 def _shell_words(text: str) -> str:
     return shlex.join(shlex.split(text))
 
 
+# Flags of sbatch that the job file sets for itself, and the reason or the option of this command
+NEEDED_BY_FILE = {
+    "--nodes": "it is `num_machines` of the config file",
+    "-N": "it is `num_machines` of the config file",
+    "--ntasks-per-node": "one launcher starts all ranks of a node",
+    "--ntasks": "one launcher starts all ranks of a node",
+    "-n": "one launcher starts all ranks of a node",
+    "--job-name": "pass --name",
+    "-J": "pass --name",
+    "--signal": "pass --grace",
+    "--no-requeue": "a pre-empted job could not continue; submit with `sbatch --no-requeue` if that is meant",
+}
+# A line of the file -> flags of the user's that replace it
+REPLACED = {
+    "--exclusive": ("--exclusive", "--oversubscribe", "-s"),
+    "--gpus-per-node": ("--gpus-per-node", "--gres", "--gpus", "-G", "--gpus-per-task"),
+}
 COMMON: dict[str, dict[str, Any]] = {
     "file": {"help": "config file of `accelerate launch`, as `trl-multinode config 4x8` writes it"},
     "--script": {
@@ -117,8 +155,10 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "--sbatch": {
             "action": "append",
             "default": [],
+            "type": _sbatch_line,
             "metavar": "FLAG",
-            "help": "line of your cluster for #SBATCH, as in --sbatch=--partition=h100; may be given several times",
+            "help": "line of your cluster for #SBATCH, as in --sbatch=--partition=h100; may be given several times. "
+            "--gres and the like replace --gpus-per-node, --oversubscribe replaces --exclusive",
         },
         "--srun": {
             "default": "",
@@ -144,6 +184,27 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
             ),
             "metavar": "NAME=N",
             "help": "resource of every pod, as in --resource rdma/ib=8 or memory=1Ti; nvidia.com/gpu is there already",
+        },
+        "--secret": {
+            "action": "append",
+            "default": [],
+            "type": _pattern("[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?", "the name of a Secret"),
+            "metavar": "NAME",
+            "help": "Secret of the cluster whose keys are variables of every pod, as for HF_TOKEN",
+        },
+        "--node_selector": {
+            "action": "append",
+            "default": [],
+            "type": _pattern("([^=]+)=(.*)", "a label, as in gpu=h100"),
+            "metavar": "LABEL=VALUE",
+            "help": "label of the nodes on which the pods may run",
+        },
+        "--toleration": {
+            "action": "append",
+            "default": [],
+            "type": _toleration,
+            "metavar": "KEY[=VALUE][:EFFECT]",
+            "help": "taint of nodes that the pods tolerate, as in nvidia.com/gpu:NoSchedule",
         },
         "--restarts": {
             "type": int, "default": 0, "help": "restarts after a failure that is no pre-emption (default: 0)"
@@ -193,6 +254,9 @@ def check_options(job: Job, options: argparse.Namespace) -> None:
     Raises:
         [`JobError`]: with the option and what it should be.
     """
+    # a pod has its script in the image, a host of ssh in its folder
+    if options.kind != "k8s" and not (options.kind == "ssh" and options.folder):
+        check_script(job.script)
     if options.kind == "docker" and (job.config.is_absolute() or ".." in job.config.parts):
         raise JobError(
             f"the image gets the present folder (got {job.config}, expected a relative path in it)"
@@ -234,6 +298,11 @@ def main(argv: list[str]) -> int:
             **dict(options.env),
         }.items(),
         present=Path.cwd(),
+        replaced={
+            line
+            for line, flags in REPLACED.items()
+            if any(re.split("[= ]", given)[0] in flags for given in getattr(options, "sbatch", ()))
+        },
         path=shlex.quote(options.out or "FILE"),
     )
     if options.out is None:

@@ -1,6 +1,7 @@
 """`Job`: nodes, devices and times of a launch, read from a config file of `accelerate launch` without accelerate."""
 
 import argparse
+import ast
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -147,6 +148,25 @@ def _words(script: str) -> list[str]:
     if words[0] == "accelerate":
         raise JobError(f"{what} (got {words[0]}): leave `accelerate launch` and its flags out")
     return words
+
+
+def check_script(script: str) -> None:
+    """Check that a script which is named by its path is there, and is Python.
+
+    Raises:
+        [`JobError`]: if not. A path with a variable, which a node resolves, and a module are not looked at.
+    """
+    path = _words(script)[0]
+    if path.startswith("-") or "$" in path or not path.endswith(".py"):
+        return
+    try:
+        ast.parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise JobError(
+            f"cannot read the script {path} ({reason}, expected a Python file; a relative path begins in the present "
+            "folder, in which the nodes start it)"
+        ) from None
 
 
 def _grace_of(words: list[str]) -> int:
