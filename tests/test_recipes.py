@@ -1,11 +1,19 @@
-"""What the scripts in examples/recipes/ compute; tests/e2e/test_recipe_launches.py runs them."""
+"""What the scripts in examples/recipes/ compute, and its files. tests/e2e/test_recipe_launches.py runs them."""
 
+import importlib.util
 import runpy
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from check_kit import CONFIGS, ROOT
+
+from trl_multinode.tools.check import check
+from trl_multinode.tools.grpo import MODULE, split
 
 pytestmark = pytest.mark.nightly  # examples
 
@@ -17,6 +25,48 @@ RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
 
 def recipe(name: str) -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(RECIPES / f"{name}.py")))
+
+
+# ---- files for `--config`
+
+NODES = ["--machine_rank", "0", "--main_process_ip", "node0"]
+AGENT = "agent"  # it has a script of its own
+
+
+def test_each_file_names_the_command_that_launches_it():
+    files = {path.stem: path for path in RECIPES.glob("*.yaml")}
+    assert set(files) == {"1.5b", "8b", "32b", AGENT, "vision"}
+    for name, path in files.items():
+        assert f"--config examples/recipes/{name}.yaml" in path.read_text()
+        assert ("accelerate_config" in yaml.safe_load(path.read_text())) == (name != AGENT)
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "generations"),
+    [("1.5b", 6, 48), ("8b", 12, 48), ("32b", 24, 48), ("vision", 7, 28), (AGENT, 7, 28)],
+)
+def test_the_check_of_a_file_finds_no_problem(name, processes, generations, monkeypatch):
+    find = importlib.util.find_spec
+    # the reward's package is not installed where the tests run
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda module, *a: find("json" if module == "math_verify" else module, *a),
+    )
+    path = str(RECIPES / f"{name}.yaml")
+    with ExitStack() as stack:
+        if name == AGENT:
+            config, flags = str(CONFIGS / "1node.yaml"), NODES
+            script = [str(ROOT / "examples" / "agent.py"), "--config", path]
+        else:
+            words, found = split(["--config", path, *NODES], launch_command_parser(), stack)
+            at = found.index("--config_file")
+            config, flags = found[at + 1], [*found[:at], *found[at + 2 :]]
+            script = ["--module", MODULE, *words]
+        launch, problems = check(config, [*flags, *script], port=False)
+    assert problems == [] and launch.num_ranks == processes
+    batch = launch.script.batch
+    rows = processes * batch.per_device_train_batch_size * batch.gradient_accumulation_steps
+    assert rows == generations * batch.num_generations
 
 
 # ---- adaptive length

@@ -278,7 +278,12 @@ def _check_dynamic_sampling(args: Any, settings: NodeSettings) -> None:
 
 def _check_whole_groups(args: Any, setting: str) -> None:
     """Raise `ConfigurationError` if a group straddles ranks: each rank takes the groups that it completed itself."""
-    rows, size = args.per_device_train_batch_size * args.steps_per_generation, args.num_generations
+    steps = args.steps_per_generation
+    # `trl-multinode check` reads a config that has not computed it, as TRL does when it is built
+    if steps is None and args.generation_batch_size is not None:
+        return
+    steps = steps or args.gradient_accumulation_steps
+    rows, size = args.per_device_train_batch_size * steps, args.num_generations
     if rows % size == 0:
         return
     below, above = rows - rows % size, rows - rows % size + size
@@ -286,7 +291,7 @@ def _check_whole_groups(args: Any, setting: str) -> None:
     raise ConfigurationError(
         f"With `{setting}` a group may not straddle ranks: `per_device_train_batch_size` x "
         f"`steps_per_generation` must be a multiple of `num_generations` ({size}), got "
-        f"{args.per_device_train_batch_size} x {args.steps_per_generation} = {rows}.",
+        f"{args.per_device_train_batch_size} x {steps} = {rows}.",
         setting="per_device_train_batch_size",
         got=rows,
         cure=f"The nearest is {nearest}: "

@@ -66,6 +66,7 @@ def script(tmp_path):
 
 def test_a_users_script_is_read_without_running_it(script):
     words = ["--num_generations", "4", "--num_engines", "1", "--model_name_or_path", "m", "--shout"]
+    words += ["--score_groups", "0"]
     launch, problems = check(FOUR_NODES[0], [*FOUR_NODES[1:], script, *words])
     assert problems == [] and launch.script.notes == ()
     assert launch.script.batch == Batch(num_generations=4)
@@ -82,6 +83,7 @@ def test_a_users_script_is_read_without_running_it(script):
         (["--generation_kwargs", "{"], "property name"),
         (["--generation_kwargs", '{"do_sample": true}'], "'do_sample'"),
         (["--num_generations", "5"], "got 224 "),
+        (["--score_groups", "0", "--per_device_train_batch_size", "4"], "4 x 1 = 4"),
     ],
 )
 def test_what_a_users_parser_refuses_is_a_problem(script, words, what):

@@ -203,7 +203,7 @@ TABLE = {
         files={"model/config.json": {"num_attention_heads": 14}},
     ),
     # ---- arguments of the script
-    "missing argument": Row("--reward_funcs", "--help", script=GRPO[:3]),
+    "unknown argument": Row("--reward_funcs", "--help", script=[*GRPO, "--reward_func", "a"]),
     "refused setting": Row("`max_staleness`", script=[*GRPO, "--max_staleness", "9"]),
     "CPU in file and script": Row(
         file={"use_cpu": True},

@@ -7,7 +7,10 @@ import runpy
 import sys
 
 import pytest
-from check_kit import ROOT
+from check_kit import CONFIGS, ROOT, launched
+
+from trl_multinode.errors import ConfigurationError
+from trl_multinode.examples import grpo
 
 # the example; the same rules for any script are in test_check_script.py
 pytestmark = pytest.mark.nightly
@@ -31,7 +34,7 @@ def start(tmp_path, monkeypatch):
     def start(*words: str, reward: str = "think_format_reward") -> None:
         fixed = [
             "--model_name_or_path",
-            "no/such/model",
+            "no-such/model",
             "--dataset_name",
             "rows.jsonl",
             "--reward_funcs",
@@ -95,5 +98,58 @@ def test_splits_and_columns_that_exist_reach_the_model(start):
         "1",
         "--dataset_test_split",
     ]
-    with pytest.raises(OSError, match="no/such/model"):
+    with pytest.raises(ConfigurationError) as stop:
         start(*words, "train", "--use_vllm", "false")
+    assert stop.value.got == "no-such/model"
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (
+            "model_name_or_path",
+            [
+                "--prompt_column",
+                "question",
+                "--model_name_or_path",
+                grpo.DEFAULTS["model_name_or_path"],
+            ],
+        ),
+        ("dataset_name", ["--dataset_name", grpo.DEFAULTS["dataset_name"]]),
+    ],
+)
+def test_without_the_hub_one_line_names_the_argument_and_the_cure(start, setting, words):
+    """The tests run with HF_HUB_OFFLINE=1, and the cache of this machine has neither."""
+    with pytest.raises(ConfigurationError) as stop:
+        start(*words)
+    assert stop.value.setting == setting and stop.value.got == words[-1]
+    assert f"--{setting} FOLDER" in stop.value.cure and "\n" not in str(stop.value)
+
+
+def test_without_arguments_the_defaults_are_reported_and_an_argument_replaces_one(
+    monkeypatch, capsys
+):
+    # the default reward imports a package that these machines lack
+    monkeypatch.setattr(grpo, "check_reward", lambda name: None)
+    monkeypatch.setenv("RANK", "0")
+    kinds = (grpo.GRPOModelArguments, grpo.GRPOScriptArguments)
+    parser = grpo.StrictParser(kinds)
+    model, script = parser.parse_args_and_config(["--dataset_name", "rows.jsonl"])
+    assert script.dataset_name == "rows.jsonl"
+    assert script.reward_funcs == grpo.DEFAULTS["reward_funcs"]
+    grpo.report_defaults(model, script)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "--model_name_or_path" in line and "--reward_funcs accuracy_reward" in line
+    assert "--dataset_name" not in line
+
+
+def test_the_check_reads_the_defaults(monkeypatch):
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *a: find_spec("json" if name == "math_verify" else name, *a),
+    )
+    script = str(ROOT / "examples" / "grpo.py")
+    flags = ["--machine_rank", "0", "--main_process_ip", "node0"]
+    launch = launched(CONFIGS / "4node.yaml", *flags, script)
+    assert launch.script.model == grpo.DEFAULTS["model_name_or_path"]
+    assert launch.script.values["dataset_name"] == grpo.DEFAULTS["dataset_name"]

@@ -7,7 +7,7 @@ import yaml
 from accelerate.commands import launch
 from check_kit import CONFIGS
 
-import trl_multinode.examples.grpo  # noqa: F401  TRL sets a variable when it is imported: let that be before the tests
+import trl_multinode.examples.grpo
 from trl_multinode.tools import main
 
 NEEDED = ["--dataset_name", "d", "--reward_funcs", "think_format_reward", "my.rewards:length"]
@@ -80,7 +80,6 @@ def test_a_config_may_hold_arguments_of_both(launched, tmp_path):
         ([*NEEDED, "--machine_rnk", "1"], "--machine_rank"),
         ([*NEEDED, "--learning_rat", "1"], "--learning_rate"),
         (["--dataset_name", "d", "--reward_funcs", "think_formt"], "think_format_reward"),
-        (["--reward_funcs", "accuracy_reward"], "--dataset_name"),
         ([*NEEDED, "--accelerate_config", "3node"], "1node, 1node_1gpu"),
         ([*NEEDED, "--max_steps", "many"], "'many'"),
     ],
@@ -89,6 +88,26 @@ def test_a_mistake_is_an_error_before_a_process_starts(words, message, capsys, l
     with pytest.raises(SystemExit) as stop:
         main(["grpo", *words])
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_the_help_names_arguments_that_exist_with_their_choices(capsys):
+    """The short help is a list of its own: the parsers of TRL and accelerate take seconds to load."""
+    assert main(["grpo", "--help"]) == 0
+    shown = capsys.readouterr().out
+    known = {
+        flag: action
+        for parser in (launch.launch_command_parser(), trl_multinode.examples.grpo.make_parser())
+        for flag, action in parser._option_string_actions.items()
+    }
+    listed = [line.split() for line in shown.splitlines() if line.startswith("  --")]
+    assert len(listed) > 40
+    for flag, value, *_ in listed:
+        if flag in ("--accelerate_config", "--help-all"):
+            continue
+        choices = known[flag].choices
+        if value.startswith("{") and choices is not None:
+            assert set(value.strip("{}").split(",")) == {str(each) for each in choices}, flag
 
 
 @pytest.mark.nightly

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from waiting import HANG_S
 
 from multinode_kit.faults import FAKE, HOOK
@@ -45,15 +46,21 @@ def nodes(tmp_path_factory):
 def train(
     nodes: Nodes, name: str, *more: str, run: str = "run"
 ) -> tuple[list[dict], list[list[list[list[int]]]]]:
-    """Launch a recipe. Returns its logs, and for each rank the completions of every round."""
-    folder, run = nodes.folder, f"{name}-{run}"
+    """Launch a script of recipes. Returns its logs, and for each rank the completions of every round."""
+    return launch(nodes, RECIPES / f"{name}.py", f"{name}-{run}", *more)
+
+
+def launch(
+    nodes: Nodes, script: Path, run: str, *more: str
+) -> tuple[list[dict], list[list[list[list[int]]]]]:
+    folder = nodes.folder
     words = f"""
         --model_name_or_path {folder}/model --dataset_name {folder}/questions.jsonl --prompt_column question
         --reward_funcs my_rewards:letters --output_dir {folder}/{run} --use_cpu true --bf16 false --report_to none
         --gradient_checkpointing false --disable_tqdm true --max_steps 4 --save_steps 4 --logging_steps 1
         --per_device_train_batch_size 8 --num_generations 4 --rollout_seed 1
     """.split()
-    nodes.launch(RECIPES / f"{name}.py", *words, *more, env={"ROUNDS": f"{folder}/{run}-rounds"})
+    nodes.launch(script, *words, *more, env={"ROUNDS": f"{folder}/{run}-rounds"})
     assert nodes.wait(timeout_s=HANG_S) == [0, 0], nodes.rank_log(0)[-3000:]
     logs = json.loads((folder / run / "checkpoint-4" / "trainer_state.json").read_text())[
         "log_history"
@@ -89,11 +96,34 @@ def test_two_stages_train_rows_whose_log_probs_are_the_engines(nodes, staleness)
     assert all(entry["grad_norm"] > 0 and entry["perf/generate_s"] > 0 for entry in logs[:4])
 
 
+@pytest.mark.parametrize("name", ["1.5b", "8b", "32b"])
+def test_a_file_rehearses_and_trains_with_a_tiny_model(nodes, name):
+    """With its own settings of node mode; model, data and lengths are those of a test."""
+    recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    for of_accelerate in ("accelerate_config", "num_processes"):
+        recipe.pop(of_accelerate, None)
+    path = nodes.folder / f"{name}.yaml"
+    short = {
+        "max_completion_length": 16,
+        "vllm_max_model_length": 64,
+        "micro_batch_tokens": 512,
+        "gradient_accumulation_steps": 1,
+        "vllm_tensor_parallel_size": 1,
+    }
+    path.write_text(yaml.safe_dump(recipe | short))
+    logs, ranks = launch(nodes, EXAMPLES / "grpo.py", f"file-{name}", "--config", str(path))
+    assert len(logs) >= 4 and all(entry["grad_norm"] > 0 for entry in logs[:4])
+    assert max(entry["staleness/rounds_max"] for entry in logs[:4]) >= 1
+    assert "rehears" in nodes.rank_log(0)
+    assert all(len(ids) <= 16 for rounds in ranks for round_ids in rounds for ids in round_ids)
+
+
 def test_the_agent_trains_on_hunts_that_ran_ahead_and_are_not_flat(nodes):
     folder = nodes.folder / "agent"
     made = [sys.executable, EXAMPLES / "demo" / "agent_model.py", folder / "model", "--steps", "50"]
     subprocess.run(made, check=True, capture_output=True, timeout=HANG_S)
     words = f"""
+        --config {RECIPES}/agent.yaml --gradient_accumulation_steps 1
         --model_name_or_path {folder}/model --output_dir {folder}/run --use_cpu true --bf16 false --dtype float32
         --report_to none --gradient_checkpointing false --disable_tqdm true --max_steps 3 --save_steps 3
         --logging_steps 1 --per_device_train_batch_size 8 --num_generations 8 --rollout_seed 1 --max_staleness 1

@@ -4,8 +4,9 @@
         --model_name_or_path Qwen/Qwen3-4B --dataset_name trl-lib/DeepMath-103K \
         --reward_funcs accuracy_reward think_format_reward --output_dir outputs/qwen3-4b-math --push_to_hub
 
-Launched again unchanged, the script resumes from the last complete checkpoint in `output_dir`. It accepts every field
-of TRL's `ScriptArguments`, `GRPOConfig` and `ModelConfig`, on the command line or in a YAML file (`--config FILE`).
+Model, dataset and reward default to those of the example in the docstring of TRL's `GRPOTrainer`. Launched again
+unchanged, the script resumes from the last complete checkpoint in `output_dir`. It accepts every field of TRL's
+`ScriptArguments`, `GRPOConfig` and `ModelConfig`, on the command line or in a YAML file (`--config FILE`).
 `accelerate launch ... examples/grpo.py` runs the same script from a clone of the repository.
 """
 
@@ -21,10 +22,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from datasets import DatasetDict, load_dataset, load_from_disk
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward
 
 from trl_multinode import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
+from trl_multinode.errors import ConfigurationError
 
+# TRL's own examples have this small model
+DEFAULTS: dict[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
+    "dataset_name": "trl-lib/DeepMath-103K",
+    "reward_funcs": ["accuracy_reward"],
+}
 REWARDS = {
     reward.__name__: reward
     for reward in (accuracy_reward, reasoning_accuracy_reward, think_format_reward)
@@ -37,14 +47,16 @@ class GRPOScriptArguments(ScriptArguments):
     """Arguments of the script beside those of [`GRPOConfig`] and TRL's `ModelConfig`."""
 
     dataset_name: str = field(
+        default=DEFAULTS["dataset_name"],
         metadata={
             "help": "Name on the Hub, a .json, .jsonl or .parquet file, or the folder of a saved dataset."
-        }
+        },
     )
     reward_funcs: list[str] = field(
+        default_factory=lambda: [*DEFAULTS["reward_funcs"]],
         metadata={
             "help": f"Any of {', '.join(REWARDS)}, and `module.path:function` for one of your own."
-        }
+        },
     )
     prompt_column: str | None = field(
         default=None,
@@ -57,6 +69,16 @@ class GRPOScriptArguments(ScriptArguments):
         # here, and not before the trainer, so that the check finds it too
         for name in self.reward_funcs:
             check_reward(name)
+
+
+@dataclass
+class GRPOModelArguments(ModelConfig):
+    """TRL's `ModelConfig` with a default model."""
+
+    model_name_or_path: str = field(
+        default=DEFAULTS["model_name_or_path"],
+        metadata={"help": "Name on the Hub, or the folder of a saved model."},
+    )
 
 
 class StrictParser(TrlParser):
@@ -130,6 +152,40 @@ def load_reward(name: str) -> Callable[..., Any]:
     return getattr(found, function)
 
 
+def report_defaults(*configs: Any) -> None:
+    """Print the default model, dataset and reward that a run uses. Only rank 0 prints."""
+    used = []
+    for config in configs:
+        for name, default in DEFAULTS.items():
+            if getattr(config, name, None) == default:
+                words = default if isinstance(default, str) else " ".join(default)
+                used.append(f"--{name} {words}")
+    if used and os.environ.get("RANK", "0") == "0":
+        print(f"[trl_multinode] no other value was given: {' '.join(used)}", flush=True)
+
+
+def check_model(name: str, revision: str | None) -> None:
+    """Refuse a model that has to come from the Hub if the Hub cannot be reached."""
+    if Path(name).exists():
+        return
+    try:
+        hf_hub_download(name, "config.json", revision=revision)
+    except LocalEntryNotFoundError:
+        raise unreachable("model", name, "model_name_or_path") from None
+
+
+def unreachable(kind: str, name: str, setting: str) -> ConfigurationError:
+    """Return the error for a model or a dataset that is on the Hub only."""
+    command = f"hf download --repo-type {kind} {name} --local-dir FOLDER"
+    return ConfigurationError(
+        f"The {kind} {name!r} is not on this machine, and the Hub cannot be reached.",
+        setting=setting,
+        got=name,
+        expected="a local folder",
+        cure=f"Give a local folder: `{command}` where the Hub can be reached, then `--{setting} FOLDER`.",
+    )
+
+
 def load_splits(args: GRPOScriptArguments) -> DatasetDict:
     """Load all splits. A file, or a dataset that was saved without splits, becomes the training split."""
     path = Path(args.dataset_name)
@@ -142,9 +198,12 @@ def load_splits(args: GRPOScriptArguments) -> DatasetDict:
         return load_from_disk(path)
     if (path / "state.json").is_file():
         return DatasetDict({args.dataset_train_split: load_from_disk(path)})
-    return load_dataset(
-        args.dataset_name, name=args.dataset_config, streaming=args.dataset_streaming
-    )
+    try:
+        return load_dataset(
+            args.dataset_name, name=args.dataset_config, streaming=args.dataset_streaming
+        )
+    except ConnectionError:
+        raise unreachable("dataset", args.dataset_name, "dataset_name") from None
 
 
 def split_of(splits: DatasetDict, name: str, flag: str) -> Any:
@@ -172,7 +231,7 @@ def with_prompts(dataset: Any, column: str | None) -> Any:
 
 def make_parser(prog: str | None = None, arguments: type = GRPOScriptArguments) -> StrictParser:
     """Return the parser of the script's arguments."""
-    return StrictParser((arguments, GRPOConfig, ModelConfig), prog=prog)
+    return StrictParser((arguments, GRPOConfig, GRPOModelArguments), prog=prog)
 
 
 def main() -> None:
@@ -194,14 +253,13 @@ def train(
             Arguments of the script.
         training_args ([`GRPOConfig`]):
             Training arguments.
-        model_args (`trl.ModelConfig`):
+        model_args ([`GRPOModelArguments`]):
             Model and adapter.
         build (`Callable`, *optional*):
             Function that returns the trainer from the script's arguments and the keywords of [`GRPOTrainer`]. The
             scripts in `examples/recipes/` add a callback or a `rollout_func` there.
     """
-    if model_args.model_name_or_path is None:
-        make_parser().error("--model_name_or_path is missing")
+    report_defaults(model_args, script_args)
     # 5 s: a mistyped argument is an error before that
     from trl_multinode import GRPOTrainer, get_peft_config, get_quantization_config
 
@@ -227,6 +285,7 @@ def train(
         "quantization_config": get_quantization_config(model_args),
         "peft_config": get_peft_config(model_args),
     }
+    check_model(model_args.model_name_or_path, model_args.model_revision)
     trainer = build(script_args, **keywords) if build else GRPOTrainer(**keywords)
     trainer.train(
         resume_from_checkpoint=training_args.resume_from_checkpoint or trainer.last_checkpoint()

@@ -6,6 +6,7 @@ mistyped one is an error before any process starts.
 
 import argparse
 import tempfile
+import textwrap
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -13,9 +14,49 @@ from typing import Any
 
 import yaml
 
+from ..settings import DESCRIBED
+
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 MODULE = "trl_multinode.examples.grpo"
 PROG = "trl-multinode grpo"
+# A list of its own, because the parsers of TRL and accelerate take 8 s to load. A test compares it with them.
+MORE = "--help-all lists every argument, `accelerate launch --help` the launcher's own."
+HELP = {
+    "model": {
+        "--model_name_or_path NAME": "on the Hub, or a folder (default: a small model)",
+        "--dtype {auto,bfloat16,float16,float32}": "of the weights that are trained",
+        "--attn_implementation NAME": "such as flash_attention_2",
+        "--use_peft BOOL": "train a LoRA adapter, with --lora_r and --lora_alpha",
+    },
+    "data and rewards": {
+        "--dataset_name NAME": "on the Hub, a .json, .jsonl or .parquet file, or a folder",
+        "--dataset_train_split NAME": "split to train on",
+        "--prompt_column NAME": "column with the user's message, unless there is `prompt`",
+        "--reward_funcs NAME ...": "accuracy_reward, reasoning_accuracy_reward, "
+        "think_format_reward, or module.path:function",
+    },
+    "launch, the same on every node but for --machine_rank": {
+        "--accelerate_config NAME": "a shipped config, as 4node, or the file of `trl-multinode config`",
+        "--machine_rank K": "number of this node, from 0",
+        "--main_process_ip HOST0": "address of node 0",
+        "--main_process_port PORT": "a free port of node 0",
+        "--num_processes N": "training processes of all nodes; other GPUs generate",
+    },
+    "TRL": {
+        "--output_dir FOLDER": "checkpoints, logs, model; a second launch resumes from it",
+        "--num_generations N": "completions of a prompt",
+        "--per_device_train_batch_size N": "completions of a rank in one micro-step",
+        "--gradient_accumulation_steps N": "micro-steps of an optimizer step",
+        "--max_completion_length N": "tokens of a completion",
+        "--learning_rate X": "at the first step",
+        "--max_steps N": "optimizer steps",
+        "--save_steps N": "optimizer steps from one checkpoint to the next",
+        "--vllm_tensor_parallel_size N": "GPUs of an engine",
+        "--vllm_gpu_memory_utilization X": "share of a GPU that its engine takes",
+        "--report_to NAME ...": "wandb, tensorboard, trackio, none",
+        "--push_to_hub BOOL": "push checkpoints and model",
+    },
+}
 
 
 def main(argv: list[str]) -> int:
@@ -24,13 +65,36 @@ def main(argv: list[str]) -> int:
     Raises:
         `SystemExit`: with status 2 for an invalid command line, and with the launcher's if a rank fails.
     """
+    if {"-h", "--help"}.intersection(argv):
+        print_help()
+        return 0
     from accelerate.commands.launch import launch_command, launch_command_parser
 
+    argv = ["--help" if word == "--help-all" else word for word in argv]
     launcher = launch_command_parser()
     with ExitStack() as stack:
         script, launch = split(argv, launcher, stack)
         launch_command(launcher.parse_args([*launch, "--module", MODULE, *script]))
     return 0
+
+
+def print_help() -> None:
+    """Print by group the arguments that most runs set, with all settings of node mode."""
+    node_mode = {}
+    for one in DESCRIBED:
+        is_choice = one.range.startswith("`")
+        choices = "{" + one.range.replace('`"', "").replace('"`', "").replace(", ", ",") + "}"
+        value = choices if is_choice else one.kind.partition("[")[0].upper()
+        node_mode[f"--{one.name} {value}"] = one.text.partition(". ")[0].rstrip(".")
+    print(f"usage: {PROG} [--config FILE.yaml] ARGUMENTS\n\nGRPO on this node of a launch. {MORE}")
+    for group, arguments in {**HELP, "node mode (docs/use/settings.md)": node_mode}.items():
+        print(f"\n{group}:")
+        for argument, text in arguments.items():
+            indent = " " * 40
+            # as in argparse, a long argument has a line of its own
+            head = f"  {argument:<37} " if len(argument) < 38 else f"  {argument}\n{indent}"
+            lines = textwrap.wrap(text, 118, initial_indent=indent, subsequent_indent=indent)
+            print(head + "\n".join(lines).lstrip())
 
 
 def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], list[str]]:
