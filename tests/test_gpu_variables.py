@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from refusals import refused
+from transformers import HfArgumentParser
 
 from trl_multinode.config import MultiNodeGRPOConfig
 from trl_multinode.engine.environment import engine_environment
@@ -192,6 +193,34 @@ def test_devices_of_other_makers_are_refused_instead_of_engines_on_the_cpu(
     args.use_cpu = False
     with refused("vllm_mode", "vllm_mode='server'", got=kind, node=1):
         rank._check()
+
+
+GIVEN = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE", "NVIDIA_VISIBLE_DEVICES")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """Hide the GPUs of this machine, and the variables of a job."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    for name in (*VARIABLES, *GIVEN):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("half", [{}, {"bf16": True}, {"fp16": True}, {"bf16_full_eval": True}])
+def test_half_precision_without_a_visible_gpu_is_refused_with_the_variables_that_are_set(
+    no_gpu, monkeypatch, tmp_path, half
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    given = {"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "8"}
+    with refused("use_cpu", "--gpus-per-node", got=given):
+        MultiNodeGRPOConfig(str(tmp_path), **half)
+
+
+def test_a_config_without_a_visible_gpu_works_on_the_cpu_and_in_full_precision(no_gpu, tmp_path):
+    assert MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, report_to="none").bf16
+    assert not MultiNodeGRPOConfig(str(tmp_path), bf16=False, report_to="none").use_cpu
+    assert HfArgumentParser(MultiNodeGRPOConfig).format_help()
 
 
 # ---- idle GPUs

@@ -72,18 +72,18 @@ def test_late_ranks_are_named_with_their_node_and_state_by_one_rank_per_side(
     def waiting(ranks) -> list[list[str]]:
         return [[line for line in rank.text.splitlines() if " waiting " in line] for rank in ranks]
 
+    late = re.compile(
+        r" 3 ranks waiting \d+ s for rank 3 \(node 1\), in phase reward of step 4 for "
+    )
     with forked(body, RANKS, tmp_path) as ranks:
         for side in (ranks[:2], ranks[2:]):
-            until(lambda side=side: sum(map(len, waiting(side))) >= 2)
+            until(lambda side=side: any(late.search(line) for line in sum(waiting(side), [])))
         (tmp_path / "come").touch()
         assert [rank.wait() for rank in ranks] == [0] * RANKS, [rank.text for rank in ranks]
         lines = waiting(ranks)
         assert not (lines[0] and lines[1]) and not (lines[2] and lines[3])
-        for text in (line for of_rank in lines for line in of_rank):
-            assert re.search(
-                r"3 ranks waiting \d+ s for rank 3 \(node 1\), in phase reward of step 4 for \d+ s",
-                text,
-            ), text
+        # a slow machine may show the rank without a trainer first
+        assert all(" s for rank 3 (node 1), " in line for line in sum(lines, []))
 
 
 def test_a_store_that_ends_during_a_meeting_ends_the_run_with_its_line(tmp_path, store):

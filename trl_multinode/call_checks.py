@@ -540,10 +540,11 @@ def check_quantization(
         getattr(config, "quantization_config", None),
     ]
     if found := next((one for one in wanted if one), None):
+        name = found if isinstance(found, str) else type(found).__name__
         raise ConfigurationError(
-            f"Node mode sends weights in the engine's dtype, and not quantized ones ({type(found).__name__}).",
+            f"Node mode sends weights in the engine's dtype, and not quantized ones ({name}).",
             setting="quantization_config",
-            got=type(found).__name__,
+            got=name,
             cure="Leave `quantization_config` out: with LoRA the base is frozen, and ZeRO-3 shards it over all ranks.",
         )
 

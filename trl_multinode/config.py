@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from math import gcd
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from transformers.utils import is_torch_xla_available
 from trl import GRPOConfig
 
 from .errors import ConfigurationError
 from .node_settings import check_settings, is_node_mode
+from .run.gpu_variables import check_accelerator
 from .settings import Settings, check_values, docstring
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ class NodeFields(Settings, _Arguments):
                 type(self), "vllm_gpu_memory_utilization"
             )
         self._correct_per_token()
+        self._check_device()
         try:
             super().__post_init__()
         except ValueError as error:
@@ -88,6 +91,21 @@ class NodeFields(Settings, _Arguments):
                 cure=self._batches_that_work(),
             ) from error
         check_settings(self)
+
+    def _check_device(self) -> None:
+        """Check that there is a device for half precision, for which transformers names another cause and cure.
+
+        In full precision everything also runs on a CPU without `use_cpu`.
+        """
+        # TRL's default is bfloat16 unless float16 is chosen
+        half = {
+            "bf16": not self.fp16 if self.bf16 is None else self.bf16,
+            "fp16": self.fp16,
+            "bf16_full_eval": self.bf16_full_eval,
+        }
+        chosen = [name for name, is_on in half.items() if is_on]
+        if chosen and not self.use_cpu and not is_torch_xla_available():
+            check_accelerator(0, None, needs=chosen[0])
 
     def _correct_per_token(self) -> None:
         """Replace TRL's default correction where completions stay in flight: it is per sequence, and a completion with

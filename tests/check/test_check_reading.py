@@ -1,16 +1,20 @@
 """`python -m trl_multinode.tools check`: the shipped configs pass it, flags win over a file, and it runs alone."""
 
+import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 
 import check_kit
 import pytest
 from check_kit import CONFIGS, ROOT, launched, only_problem
 
+from trl_multinode import tools
 from trl_multinode.tools.check import main
 
 NODES = {"1node": 1, "2node": 2, "4node": 4, "8node": 8}
+SCRIPT = str(ROOT / "benchmarks" / "table.py")  # without a parser
 quiet_machine, write = check_kit.quiet_machine, check_kit.write
 
 
@@ -107,6 +111,7 @@ def test_unreadable_file_is_one_problem(tmp_path, capsys, content):
     [
         (["--machine_rnk", "1"], "--machine_rank"),
         (["--num_processes", "many"], "--num_processes"),
+        (["--machine_rank", "K"], "K stands for the number of the node"),
         (["--config_file", "other.yaml"], "--config_file"),
         (["--num_generations", "0"], "--num_generations"),
     ],
@@ -136,3 +141,24 @@ def test_module_runs_as_a_command_without_loading_the_libraries_it_checks_for():
     imported = set(re.findall(r"\| +(\w+)$", run.stderr, re.MULTILINE))
     assert "accelerate" in imported
     assert not imported & {"vllm", "trl", "transformers", "deepspeed"}
+
+
+def test_words_of_a_whole_launch_are_read(write, capsys):
+    path = write(machine_rank=None)
+    for file in ([f"--config_file={path}"], ["--config_file", path]):
+        assert main(["accelerate", "launch", "--machine_rank", "1", *file, SCRIPT]) == 0
+        out = capsys.readouterr().out
+        assert f"ok: {path}" in out and "table.py" in out
+    with pytest.raises(SystemExit, match="2"):
+        main(["accelerate", "launch", SCRIPT])
+
+
+def test_output_into_a_pipe_that_nobody_reads_ends_quietly(write, monkeypatch):
+    for words in (["--help"], ["check", "--help"], ["check", write()]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "w") as stream, monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", stream)
+            # argparse and rich end the program themselves
+            with suppress(SystemExit):
+                assert tools.main(words) == 141

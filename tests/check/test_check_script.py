@@ -1,10 +1,14 @@
 """Arguments of a script go through the script's own parser, and nothing else of the script is executed."""
 
+from collections.abc import Iterator
+from typing import get_type_hints
+
 import check_kit
 import pytest
 from check_kit import CONFIGS, only_problem
 
-from trl_multinode.tools.check import Batch, check
+from trl_multinode.settings import Number, OneOf, Rule, Settings
+from trl_multinode.tools.check import Batch, check, report
 
 quiet_machine, write = check_kit.quiet_machine, check_kit.write
 FOUR_NODES = [str(CONFIGS / "4node.yaml"), "--machine_rank", "2", "--main_process_ip", "node0"]
@@ -115,6 +119,54 @@ def test_script_without_node_mode_needs_no_reserved_gpu(script, write):
     assert problems == [] and not launch.script.node_mode
 
 
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        (["--use_vllm", "false"], True),
+        (["--vllm_mode", "colocate"], True),
+        # its server may run there
+        (["--vllm_mode", "server"], False),
+        ([], False),
+    ],
+)
+def test_reserved_gpus_that_no_engine_takes_are_a_problem(script, write, words, idle):
+    launch, problems = check(write(), [script, *words])
+    assert [problem.what.startswith("GPU 7 ") for problem in problems] == [True] * idle
+    assert any("GPU 7" in note for note in report.notes(launch)) == ("server" in words)
+
+
+@pytest.mark.parametrize("parses", [True, False])
+@pytest.mark.parametrize(("module", "idle"), [("trl", True), ("trl_multinode", False)])
+def test_reserved_gpus_are_idle_under_a_trainer_of_trl(tmp_path, write, module, idle, parses):
+    path = tmp_path / "train.py"
+    parser = f"from {module} import TrlParser, GRPOConfig\nTrlParser(GRPOConfig)"
+    source = f"from {module} import GRPOTrainer\n"
+    path.write_text(source + (f"{parser}.parse_args_and_config()" if parses else ""))
+    launch, problems = check(write(), [str(path)])
+    assert len(problems) == idle and launch.script.node_mode != idle
+    assert all(f"`{path}` imports `GRPOTrainer`" in one.what for one in problems)
+    if idle:  # without a reserved GPU, it is an ordinary launch
+        assert check(write(num_processes=16), [str(path)])[1] == []
+
+
+@pytest.mark.parametrize(
+    ("call", "begins"),
+    [
+        ("trainer.train()", True),
+        ("self.trainer.train()", True),
+        ("trainer.train(resume_from_checkpoint=trainer.last_checkpoint())", False),
+        ("trainer.train(last)", False),
+        ("model.train()", False),
+    ],
+)
+def test_script_that_never_resumes_gets_a_note(tmp_path, write, call, begins):
+    path = tmp_path / "train.py"
+    path.write_text(f"from trl_multinode import GRPOTrainer\n\ndef main():\n    {call}\n")
+    launch, problems = check(write(), [str(path)])
+    assert problems == [] and launch.script.begins_anew is begins
+    assert any("step 1" in note for note in report.notes(launch)) is begins
+
+
 def test_a_module_is_read_too(tmp_path, monkeypatch):
     (tmp_path / "checked_package.py").write_text(USERS.format(touched=str(tmp_path / "touched")))
     (tmp_path / "start.py").write_text("from checked_package import main\n\nmain()\n")
@@ -152,3 +204,86 @@ def test_batch_of_a_script_without_a_parser_is_checked(tmp_path):
         *FOUR_NODES, str(path), "--per_device_train_batch_size", "1", "--unknown", "2"
     )
     assert "got 28 " in problem.what
+
+
+# ---- every setting of node mode
+
+STAGGERED, SCORED = ["--max_staleness", "2"], ["--score_groups", "0"]
+NEEDS = {
+    "max_age": STAGGERED,
+    "recompute_kv": STAGGERED,
+    "score_with_batch": SCORED,
+    "dynamic_sampling": SCORED,
+}
+# of settings whose values follow from no declared range: valid, invalid
+WORDS = {
+    "engine_kwargs": (['{"max_num_seqs": 4}'], ["notjson"]),
+    "score_with_batch": (["mine"], ["mine", "mine"]),
+    "micro_batch_tokens": (["4096"], ["0"]),
+    "max_age": (["2"], ["0"]),
+    "vllm_devices": (["7"], ["-1"]),
+}
+
+
+def words_of_settings() -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield the name of each setting with valid and with invalid words."""
+    for name, hint in get_type_hints(Settings, include_extras=True).items():
+        limit = Rule.of(hint).limit
+        if name in WORDS:
+            valid, invalid = WORDS[name]
+        elif isinstance(limit, Number):
+            lowest = limit.least if limit.least is not None else limit.above + 1
+            valid, invalid = [f"{lowest:g}"], [f"{limit.most * 2:.0f}"]
+        elif isinstance(limit, OneOf):
+            valid, invalid = [limit.values[0]], ["other"]
+        else:
+            valid, invalid = ["true"], ["maybe"]
+        yield name, valid, invalid
+
+
+@pytest.mark.parametrize(("name", "valid", "invalid"), words_of_settings())
+def test_each_value_of_each_setting_is_checked_and_an_invalid_one_is_named(
+    script, name, valid, invalid
+):
+    more = NEEDS.get(name, [])
+    launch, problems = check(FOUR_NODES[0], [*FOUR_NODES[1:], script, *more, f"--{name}", *valid])
+    assert (problems, launch.script.notes) == ([], ())
+    launch, problems = check(FOUR_NODES[0], [*FOUR_NODES[1:], script, *more, f"--{name}", *invalid])
+    assert problems and launch.script.notes == ()
+    assert name in problems[0].what, problems
+
+
+@pytest.mark.parametrize("given", [["--num_generations", "0"], ["--generation_batch_size", "0"]])
+def test_batch_of_no_rows_ends_in_a_problem_and_not_in_a_division(script, given, capsys):
+    assert report.main([*FOUR_NODES, script, *given]) == 1
+    assert given[0].removeprefix("--") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--generation_batch_size", "448"],
+        ["--generation_batch_size", "224", "--score_groups", "2"],
+        ["--max_staleness", "2"],
+        ["--max_staleness", "1", "--gradient_accumulation_steps", "2"],
+    ],
+)
+def test_values_that_the_config_derives_are_those_of_the_launch(script, words):
+    launch, problems = check(FOUR_NODES[0], [*FOUR_NODES[1:], script, *words])
+    assert (problems, launch.script.notes) == ([], ())
+
+
+def test_group_that_straddles_ranks_of_the_launch_is_a_problem(script):
+    words = ["--score_groups", "0", "--per_device_train_batch_size", "2"]
+    assert "straddle" in only_problem(*FOUR_NODES, script, *words).what
+
+
+def test_rule_that_raises_is_a_note_and_the_others_run(script, monkeypatch):
+    def broken_problems(launch):
+        raise KeyError("gone")
+
+    monkeypatch.setattr(report, "LAUNCH_RULES", (broken_problems, *report.LAUNCH_RULES))
+    words = ["--sync_bucket_mb", "0"]
+    launch, problems = check(FOUR_NODES[0], [*FOUR_NODES[1:], script, *words])
+    assert len(problems) == 1 and len(launch.script.notes) == 1
+    assert "broken problems" in launch.script.notes[0] and "KeyError" in launch.script.notes[0]

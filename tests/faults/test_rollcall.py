@@ -359,7 +359,7 @@ def config(tmp_path, place):
 
 
 @pytest.fixture
-def launch(tmp_path, config):
+def launch(tmp_path, config, monkeypatch):
     """Launches node K with shell text in the place of `accelerate launch`."""
     (tmp_path / "train.py").touch()
 
@@ -368,7 +368,7 @@ def launch(tmp_path, config):
         stand_in.parent.mkdir()
         stand_in.write_text(f"#!/bin/sh\n{instead}\n")
         stand_in.chmod(0o755)
-        os.environ["PATH"] = f"{stand_in.parent}:{os.environ['PATH']}"
+        monkeypatch.setenv("PATH", f"{stand_in.parent}:{os.environ['PATH']}")
         return main([config, "--timeout", str(HANG_S), *flags, str(tmp_path / "train.py"), "--a b"])
 
     return run
@@ -413,6 +413,19 @@ def test_no_node_launches_after_a_failed_roll_call(tmp_path, launch):
             for one in nodes
         )
         assert not any("started" in one.text for one in nodes)
+
+
+def test_a_node_without_a_visible_gpu_tells_all_nodes_before_the_launch(
+    config, launch, monkeypatch, capsys
+):
+    """One node is enough here: with several, the others get its problem in the roll-call."""
+    file = yaml.safe_load(open(config).read()) | {"num_machines": 1, "num_processes": 2}
+    del file["use_cpu"]
+    open(config, "w").write(yaml.safe_dump(file))
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "void")
+    assert launch(0, "echo star''ted") == CONFIGURATION
+    out = capsys.readouterr().out
+    assert "NVIDIA_VISIBLE_DEVICES='void'" in out and "started" not in out
 
 
 def test_a_node_that_no_scheduler_names_is_asked_for_its_rank_and_address(

@@ -11,13 +11,13 @@ unchanged, the script resumes from the last complete checkpoint in `output_dir`.
 """
 
 import difflib
+import importlib.util
 import os
 import re
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -130,7 +130,7 @@ def check_reward(name: str) -> None:
         raise ValueError(f"The reward {name!r} is unknown, {hint}")
     if (
         name in ("accuracy_reward", "reasoning_accuracy_reward")
-        and find_spec("math_verify") is None
+        and importlib.util.find_spec("math_verify") is None
     ):
         raise ValueError(
             f"The reward {name!r} needs a package that is not installed: `pip install math-verify`."

@@ -4,6 +4,8 @@ CUDA reads CUDA_VISIBLE_DEVICES. On AMD, ROCR_VISIBLE_DEVICES hides GPUs from ev
 HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES if that is not set, chooses among the GPUs that are left.
 """
 
+import os
+import socket
 from collections.abc import Mapping
 
 from ..errors import ConfigurationError
@@ -11,6 +13,11 @@ from ..errors import ConfigurationError
 CUDA = "CUDA_VISIBLE_DEVICES"
 HIP = "HIP_VISIBLE_DEVICES"
 ROCR = "ROCR_VISIBLE_DEVICES"
+# Variables of a shell, of SLURM and of NVIDIA's container runtime that say which GPUs a process was given
+GIVEN = (
+    *(CUDA, HIP, ROCR),
+    *("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE", "NVIDIA_VISIBLE_DEVICES"),
+)
 
 
 def on_amd(environ: Mapping[str, str]) -> bool:
@@ -93,16 +100,36 @@ def check_gpu_variables(environ: Mapping[str, str], where: str = "") -> None:
         )
 
 
-def check_accelerator(num_gpus: int, node: int) -> None:
-    """Check that a node without GPUs of NVIDIA or AMD has no devices of another maker, which its ranks would train on.
+def check_accelerator(num_gpus: int, node: int | None, needs: str = "") -> None:
+    """Check the devices of a node: it has some if a setting needs one, and node mode has engines for them.
+
+    Args:
+        num_gpus (`int`):
+            Visible GPUs of NVIDIA or AMD.
+        node (`int`, *optional*):
+            Number of the node; `None` before it is known whether node mode is on.
+        needs (`str`, *optional*):
+            Setting that needs a device.
 
     Raises:
-        `ConfigurationError`: if it has; without this check its engines would run on the CPU.
+        `ConfigurationError`: if it has none, or devices of another maker, whose engines would run on the CPU.
     """
     import torch
 
     device = None if num_gpus else torch.accelerator.current_accelerator(check_available=True)
-    if device is not None and device.type != "cuda":
+    if needs and device is None and not num_gpus:
+        given = {name: os.environ[name] for name in GIVEN if name in os.environ}
+        found = [f"{name}={value!r}" for name, value in given.items()]
+        raise ConfigurationError(
+            f"No GPU is visible to this process on {socket.gethostname()}, and `{needs}` needs one (set: "
+            f"{', '.join(found or [f'none of {CUDA} and those of SLURM and containers'])}).",
+            setting="use_cpu",
+            got=given,
+            node=node,
+            cure="Give `--gpus-per-node` or `--gres=gpu:N` to `sbatch` and `srun`, `--gpus all` to a container, unset "
+            "a variable that hides GPUs, or set `use_cpu=True` to train on CPUs.",
+        )
+    if device is not None and device.type != "cuda" and node is not None:
         raise ConfigurationError(
             f"This node has devices of the type `{device.type}` (expected `cuda`): node mode starts engines "
             "on GPUs of NVIDIA and AMD, and on CPUs.",

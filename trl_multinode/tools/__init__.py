@@ -1,5 +1,7 @@
 """The command `trl-multinode`, also `python -m trl_multinode.tools`. A sub-command loads only what it needs."""
 
+import os
+import signal
 import sys
 from difflib import get_close_matches
 from importlib import import_module
@@ -44,9 +46,21 @@ def main(argv: list[str] | None = None) -> int:
             Arguments without the command's own name; by default those of the process.
 
     Returns:
-        `int`: exit status of the sub-command, 2 for an unknown one.
+        `int`: exit status of the sub-command, 2 for an unknown one, 141 if the reader of its output has ended.
     """
-    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        try:
+            return _run((sys.argv[1:] if argv is None else argv) or ["--help"])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        # Python flushes the rest when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(argv: list[str]) -> int:
+    name, *rest = argv
     if name in ("-h", "--help"):
         print(USAGE)
         return 0

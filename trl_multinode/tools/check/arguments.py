@@ -1,17 +1,24 @@
 """Arguments of the training script, read by the script's own parser, and the problems that it finds."""
 
-import argparse
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import fields, replace
+from functools import partial
 from io import StringIO
 from typing import Any
 
-from ...node_settings import check_settings, ignored_settings, is_node_mode
+from ...node_settings import ignored_settings, is_node_mode
 from .flags import did_you_mean
-from .launch import Batch, Engines, Problem, Script
-from .script import ParserCall, as_launched, build_parser, find_call, read_script
+from .launch import Batch, Engines, Launch, Problem, Script, safely
+from .script import (
+    ParserCall,
+    as_launched,
+    begins_anew,
+    build_parser,
+    find_call,
+    read_script,
+    trainer_of_trl,
+)
 
 CURE = "correct the arguments of the script; its `--help` lists them"
 
@@ -21,15 +28,14 @@ class Refused(Exception):
 
 
 def read_arguments(
-    args: argparse.Namespace, given: Script, batch_of: Callable[[list[str]], Batch | None]
+    launch: Launch, given: Script, batch_of: Callable[[list[str]], Batch | None]
 ) -> tuple[Script, list[Problem]]:
     """
-    Pass the arguments of a script through its own parser. Fields of its configs are read, their `__post_init__` is
-    not called, because it would look for a GPU; other data classes of the script are built.
+    Pass the arguments of a script through its own parser, and build its configs without a device.
 
     Args:
-        args (`argparse.Namespace`):
-            Arguments of `accelerate launch` with script and arguments.
+        launch ([`Launch`]):
+            Launch with script and arguments.
         given ([`Script`]):
             Arguments among the check's own flags, for a script without such a parser.
         batch_of (`Callable`):
@@ -38,6 +44,7 @@ def read_arguments(
     Returns:
         `tuple[Script, list[Problem]]`: the arguments, and the problems that parser and data classes find.
     """
+    args = launch.args
     name, words = args.training_script, args.training_script_args
     if args.no_python:
         return given, []
@@ -45,18 +52,22 @@ def read_arguments(
     with as_launched(name, words, args.module):
         try:
             tree, path = read_script(name, args.module)
-        except (OSError, SyntaxError, ImportError) as error:
+        except (OSError, SyntaxError, ImportError, ValueError) as error:
             return given, [
                 Problem(
                     f"cannot read the script `{name}` ({error})",
                     "correct its path; a relative one begins in the folder in which you launch",
                 )
             ]
+        foreign = trainer_of_trl(tree)
+        script = replace(script, trainer_of_trl=foreign, begins_anew=begins_anew(tree))
         if (call := find_call(tree)) is None:
             note = (
                 f"`{name}` has no `TrlParser`: of its arguments only those of the batch are checked"
             )
-            return replace(script, batch=batch_of(words), notes=(note,)), []
+            return replace(
+                script, batch=batch_of(words), node_mode=foreign is None, notes=(note,)
+            ), []
         try:
             parser = build_parser(tree, call, path)
         except Exception as error:  # the script's own code
@@ -70,7 +81,7 @@ def read_arguments(
             return script, [_stop(name, refused)]
         except Exception as error:  # of the parser: an unreadable config file, an unknown key in it
             return script, [_stop(name, error)]
-        return _read(script, parser.dataclass_types, values, unknown)
+        return _read(replace(launch, script=script), parser.dataclass_types, values, unknown)
 
 
 def _stop(name: str | None, error: Exception) -> Problem:
@@ -78,9 +89,10 @@ def _stop(name: str | None, error: Exception) -> Problem:
 
 
 def _read(
-    script: Script, kinds: list[Any], values: dict[str, Any], unknown: list[str]
+    launch: Launch, kinds: list[Any], values: dict[str, Any], unknown: list[str]
 ) -> tuple[Script, list[Problem]]:
     """Read the configs of a script from its parsed values."""
+    script = launch.script
     flags = [f"--{one.name}" for kind in kinds for one in fields(kind)]
     problems = [
         Problem(f"`{script.name}` has no argument {word}{did_you_mean(word, flags)}", CURE)
@@ -91,10 +103,16 @@ def _read(
         names = {one.name for one in fields(kind) if one.init}
         given = {name: value for name, value in values.items() if name in names}
         if any(base.__name__ == "TrainingArguments" for base in kind.__mro__):
-            config = object.__new__(kind)  # without its `__post_init__`
+            config = object.__new__(kind)
             vars(config).update(given)
-            problems += _settings_problems(config)
-            script = _script(script.name, config, values)
+            script = _script(script, config, values)
+            # here, because the script's parser has loaded TRL by now
+            from .training_config import config_problems
+
+            found = partial(config_problems, config)
+            more, unchecked = safely(found, replace(launch, script=script), "the training config")
+            problems += more
+            script = replace(script, notes=(*script.notes, *unchecked))
             continue
         try:
             kind(**given)
@@ -128,20 +146,7 @@ def _values(parser: Any, call: ParserCall, words: list[str]) -> tuple[dict[str, 
     return found["values"], flags or found["unknown"]
 
 
-def _settings_problems(config: Any) -> Iterator[Problem]:
-    """Yield the objection of the config's own checks that need no GPU and no world."""
-    if not hasattr(config, "vllm_mode"):
-        return
-    try:
-        if isinstance(text := getattr(config, "generation_kwargs", None), str):
-            config.generation_kwargs = json.loads(text)
-        check_settings(config)
-    except ValueError as error:  # a `ConfigurationError`, or invalid JSON
-        what, _, cure = str(error).partition(". ")
-        yield Problem(what, cure or "correct this argument of the script")
-
-
-def _script(name: str | None, config: Any, values: dict[str, Any]) -> Script:
+def _script(script: Script, config: Any, values: dict[str, Any]) -> Script:
     def read(kind: type) -> dict[str, Any]:
         return {
             one.name: getattr(config, one.name) for one in fields(kind) if hasattr(config, one.name)
@@ -149,8 +154,9 @@ def _script(name: str | None, config: Any, values: dict[str, Any]) -> Script:
 
     batch = read(Batch)
     node_mode = hasattr(config, "vllm_mode") and is_node_mode(config)
-    return Script(
-        name=name,
+    node_mode = node_mode and script.trainer_of_trl is None
+    return replace(
+        script,
         batch=Batch(**batch) if "num_generations" in batch else None,
         engines=Engines(**read(Engines)),
         model=values.get("model_name_or_path"),
@@ -158,5 +164,6 @@ def _script(name: str | None, config: Any, values: dict[str, Any]) -> Script:
         node_mode=node_mode,
         use_cpu=bool(getattr(config, "use_cpu", False)),
         ignored=tuple(ignored_settings(config)) if node_mode else (),
+        notes=(),
         values=values,
     )

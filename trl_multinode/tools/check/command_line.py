@@ -81,6 +81,7 @@ def parse(argv: list[str], command: str = "check") -> argparse.Namespace:
         `SystemExit`: with status 2, for an invalid flag of our own.
     """
     parser = own_parser(command)
+    argv = without_launcher(argv)
     if not argv or argv[0].startswith("-"):
         parser.parse_args(argv)  # --help
         parser.error("give the config file before any flag")
@@ -95,6 +96,17 @@ def parse(argv: list[str], command: str = "check") -> argparse.Namespace:
     options.batch = Batch(**batch) if batch else None
     options.engines = Engines(**_given(Engines, options))
     return options
+
+
+def without_launcher(words: list[str]) -> list[str]:
+    """Return the words of `accelerate launch --config_file FILE ...` as this command takes them: FILE first."""
+    if words[:2] != ["accelerate", "launch"]:
+        return words
+    file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    file.add_argument("--config_file", "--config-file")
+    flags, script = split_at_script(words[2:], OWN_FLAGS)
+    found, rest = file.parse_known_args(flags)
+    return [found.config_file, *rest, *script] if found.config_file else []
 
 
 def _given(kind: type, options: argparse.Namespace) -> dict[str, Any]:

@@ -13,9 +13,20 @@ NO_SCRIPT = "(nothing)"  # in the place of a script that is not named
 
 def _launch_parser() -> argparse.ArgumentParser:
     parser = accelerate_launch.launch_command_parser()
+    parser.register("type", int, _integer)
     parser.prog = "trl-multinode check"
     parser.usage = "%(prog)s FILE [flags of accelerate launch]"  # accelerate's own usage is a hundred lines long
     return parser
+
+
+def _integer(text: str) -> int:
+    """Convert the value of a flag that `accelerate launch` reads as a number."""
+    try:
+        return int(text)
+    except ValueError:
+        placeholder = "; K stands for the number of the node: 0 to N-1, another one on each node"
+        hint = placeholder if text == "K" else ""
+        raise argparse.ArgumentTypeError(f"got {text}, expected an integer{hint}") from None
 
 
 def flag_names() -> set[str]:

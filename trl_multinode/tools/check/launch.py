@@ -1,6 +1,7 @@
 """Data classes of a launch: one node's share of it, DeepSpeed's config, the script's arguments, and a problem."""
 
 import argparse
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,13 @@ class Problem:
 
     what: str
     cure: str
+
+
+def problem_of(error: ValueError) -> Problem:
+    """Return an error, such as a `ConfigurationError`, as a problem."""
+    cure = getattr(error, "cure", "")
+    what = str(error).removesuffix(cure).rstrip(" .:")
+    return Problem(what, cure or "correct this argument of the script")
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,11 @@ class Engines:
     vllm_devices: list[int] | None = None
 
     @property
+    def size(self) -> int:
+        """Return the GPUs of one engine; 1 for an invalid number, which the config's own check reports."""
+        return max(1, self.vllm_tensor_parallel_size)
+
+    @property
     def chosen(self) -> bool:
         """Return whether the script chooses its engines or their GPUs, instead of taking all reserved ones."""
         return self.num_engines is not None or self.vllm_devices is not None
@@ -58,6 +71,9 @@ class Script:
     model: str | None = None
     revision: str | None = None
     node_mode: bool = True
+    # trainer that it imports from TRL, if it imports none of this library
+    trainer_of_trl: str | None = None
+    begins_anew: bool = False  # at every launch, because it never resumes
     use_cpu: bool = False
     ignored: tuple[str, ...] = ()  # arguments that have no effect in node mode
     notes: tuple[str, ...] = ()
@@ -119,12 +135,19 @@ class Launch:
     torchrun: argparse.Namespace | None = None  # torchrun's arguments, `PET_*` variables included
     endpoint: str | None = None  # rendezvous backend, host and port; `None` without torchrun
     deepspeed: DeepSpeed | None = None
+    # of the ranks, with the variables that accelerate sets
+    environment: dict[str, str] = field(default_factory=dict)
     script: Script = field(default_factory=Script)
 
     @property
     def started(self) -> int:
         """Processes that the launcher starts on this node."""
         return 1 if self.launcher == "simple_launcher" else self.ranks_per_node
+
+    @property
+    def reserved(self) -> list[str]:
+        """GPUs of this node that no rank uses."""
+        return (self.visible or [])[self.started :]
 
     @property
     def num_ranks(self) -> int:
@@ -149,3 +172,14 @@ class Launch:
         return (
             self.file.get("machine_rank") is not None and "machine_rank" not in self.args.nondefault
         )
+
+
+def safely(
+    rule: Callable[["Launch"], Iterable[Any]], launch: "Launch", about: str = ""
+) -> tuple[list[Any], list[str]]:
+    """Return what a rule yields, and a note in a list if it raises, so that the other rules run."""
+    try:
+        return list(rule(launch)), []
+    except Exception as error:
+        about = about or rule.__name__.replace("_", " ")
+        return [], [f"could not check {about} ({type(error).__name__}: {error})"]

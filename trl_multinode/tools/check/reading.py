@@ -206,6 +206,7 @@ def _launch(
         torchrun=run,
         endpoint=f"{run.rdzv_backend}, {torchrun.get_rdzv_endpoint(run)}" if run else None,
         deepspeed=deepspeed,
+        environment=environment,
     )
     return launch, problems
 

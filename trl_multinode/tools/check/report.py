@@ -12,7 +12,7 @@ from ..text import count, rich_table
 from .arguments import read_arguments
 from .command_line import OWN_FLAGS, batch_of, parse
 from .flags import split_at_script
-from .launch import Batch, Engines, Launch, Problem, Script
+from .launch import Batch, Engines, Launch, Problem, Script, safely
 from .reading import read_launch
 from .rules import (
     count_problems,
@@ -23,7 +23,7 @@ from .rules import (
 )
 from .rules_batch import world_problems
 from .rules_deepspeed import offload_problems, value_problems, zero_notes, zero_problems
-from .rules_engines import engine_notes, engine_problems, head_problems
+from .rules_engines import engine_notes, engine_problems, head_problems, unused_problems
 from .rules_keys import key_problems
 from .rules_nodes import port_problems, rank_problems, scheduler_problems
 from .rules_preemption import preemption_notes, preemption_problems
@@ -41,7 +41,7 @@ LAUNCH_RULES = (
     key_problems,
     preemption_problems,
 )
-SCRIPT_RULES = (engine_problems, head_problems, value_problems, world_problems)
+SCRIPT_RULES = (engine_problems, unused_problems, head_problems, value_problems, world_problems)
 
 
 def check(
@@ -78,16 +78,19 @@ def check(
     flags, words = split_at_script(flags, OWN_FLAGS)
     launch, problems = read_launch(path, flags, words, gpus_per_node)
     found: list[Problem] = []
+    unchecked: list[str] = []
     script = Script(batch=batch, engines=engines or Engines())
     if launch is not None and words:
-        script, found = read_arguments(launch.args, script, partial(batch_of, batch))
+        read = partial(read_arguments, given=script, batch_of=partial(batch_of, batch))
+        both, unchecked = safely(read, launch, "the script's arguments")
+        script, found = both or (script, [])
     if launch is not None:
         launch = replace(launch, script=script)
-        problems += [problem for rule in LAUNCH_RULES for problem in rule(launch)]
-        problems += found
-        problems += [problem for rule in SCRIPT_RULES for problem in rule(launch)]
-        if port:
-            problems += port_problems(launch)
+        for rule in (*LAUNCH_RULES, lambda _: found, *SCRIPT_RULES, *([port_problems] * port)):
+            more, failed = safely(rule, launch)
+            problems += more
+            unchecked += failed
+        launch = replace(launch, script=replace(script, notes=(*script.notes, *unchecked)))
     return launch, problems
 
 
@@ -96,8 +99,9 @@ def notes(launch: Launch) -> Iterator[str]:
     script = launch.script
     if launch.visible is None and launch.endpoint and not script.use_cpu:
         yield "`use_cpu` does not reach the ranks through this launcher: the script needs its own `--use_cpu true`"
-    for more in (address_notes, engine_notes, zero_notes, preemption_notes):
-        yield from more(launch)
+    for rule in (address_notes, engine_notes, zero_notes, preemption_notes):
+        found, unchecked = safely(rule, launch)
+        yield from (*found, *unchecked)
     if script.ignored:
         names = ", ".join(f"`{name}`" for name in script.ignored)
         yield f"ignored in node mode: {names}, because each node's engines belong to its local main process"
@@ -139,7 +143,7 @@ def table(launch: Launch) -> Table:
     if batch := script.batch:
         world, group = batch.world(launch.num_ranks), batch.num_generations
         rows["world batch"] = (
-            f"{world} completions: {world / group:g} prompts x {group} generations"
+            f"{world} completions: {world / max(1, group):g} prompts x {group} generations"
         )
     return rich_table(f"node {args.machine_rank}", ("", ""), rows.items())
 
@@ -150,7 +154,7 @@ def _devices(gpus: list[str] | None, first: int, end: int | None) -> str:
 
 def _engines(launch: Launch, reserved: int) -> str:
     engines = launch.script.engines
-    size = engines.vllm_tensor_parallel_size
+    size = engines.size
     gpus = reserved if engines.vllm_devices is None else len(engines.vllm_devices)
     return f"{engines.num_engines or gpus // size} a node, of {count(size, 'GPU')} each"
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ...errors import ConfigurationError
 from ...run.gpu_variables import CUDA, check_gpu_variables, gpu_variable
-from .launch import Launch, Problem
+from .launch import Launch, Problem, problem_of
 from .reading import PREPARE, rank_variables
 
 # Flags of `accelerate launch` that replace the strategy of a file
@@ -123,8 +123,7 @@ def variable_problems(launch: Launch) -> Iterator[Problem]:
     try:
         check_gpu_variables(rank_variables(launch.args.gpu_ids))
     except ConfigurationError as error:
-        what, _, cure = str(error).partition(". ")
-        yield Problem(what, cure)
+        yield problem_of(error)
 
 
 def device_problems(launch: Launch) -> Iterator[Problem]:

@@ -19,12 +19,12 @@ def batch_problems(batch: Batch, num_ranks: int) -> Iterator[Problem]:
         batch.per_device_train_batch_size,
         batch.world(num_ranks),
     )
-    if group < 2:
-        yield Problem(
-            f"a group of one has no advantage (`num_generations` got {group}, expected 2 or more)",
-            "pass 8",
-        )
-        return
+    for name, value in vars(batch).items():
+        # a group of one has no advantage
+        least = 2 if name == "num_generations" else 1
+        if value is not None and value < least:
+            yield Problem(f"`{name}` must be at least {least}, got {value}", "pass a larger number")
+            return
     if batch.generation_batch_size and batch.steps_per_generation:
         yield Problem(
             f"TRL takes only one of `generation_batch_size` (got {world}) and `steps_per_generation`"

@@ -60,8 +60,30 @@ def _calls(body: list[ast.stmt], before: list[ast.stmt]) -> Iterator[ParserCall]
                     yield ParserCall(node.func.attr, keywords, node.func.value, so_far)
 
 
-def _calls_in(statement: ast.stmt) -> list[ast.Call]:
+def _calls_in(statement: ast.AST) -> list[ast.Call]:
     return [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+
+
+def trainer_of_trl(tree: ast.Module) -> str | None:
+    """Return a trainer that a script imports from TRL, or `None`, also if it imports one of this library."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    found = {
+        (node.module or "").split(".")[0]: alias.name
+        for node in imports
+        for alias in node.names
+        if alias.name.endswith("Trainer")
+    }
+    return None if "trl_multinode" in found else found.get("trl")
+
+
+def begins_anew(tree: ast.Module) -> bool:
+    """Return whether a script calls `trainer.train()` without an argument, and thus without a checkpoint."""
+    for call in _calls_in(tree):
+        # `model.train()` only sets a mode
+        is_training = ast.unparse(call.func).lower().endswith("trainer.train")
+        if is_training and not call.args and not call.keywords:
+            return True
+    return False
 
 
 def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
@@ -207,7 +229,7 @@ def read_script(name: str, is_module: bool) -> tuple[ast.Module, str]:
     A script that only calls another module's `main()` is read from that module.
 
     Raises:
-        `OSError`, `SyntaxError`, `ImportError`: if it cannot be read.
+        `OSError`, `SyntaxError`, `ImportError`, `ValueError`: if it cannot be read.
     """
     path = _path_of(name) if is_module else name
     tree = ast.parse(Path(path).read_text(encoding="utf-8"), path)

@@ -47,11 +47,11 @@ class Case:
     @property
     def engines(self) -> int:
         """Return the number of engines of this node."""
-        engines, gpus = self.launch.script.engines, self.launch.visible
+        engines = self.launch.script.engines
         if not self.launch.script.node_mode:
             return 0
-        reserved = len(engines.vllm_devices or (gpus or [])[self.launch.started :])
-        return engines.num_engines or max(1, reserved // engines.vllm_tensor_parallel_size)
+        reserved = len(engines.vllm_devices or self.launch.reserved)
+        return engines.num_engines or max(1, reserved // engines.size)
 
     @property
     def slots_bytes(self) -> int:

@@ -84,7 +84,7 @@ def gpu_problems(launch: Launch) -> list[Problem]:
     if launch.visible is None or (num_gpus := torch.cuda.device_count()):
         return []
     try:
-        check_accelerator(num_gpus, launch.args.machine_rank)
+        check_accelerator(num_gpus, launch.args.machine_rank, needs="num_processes")
     except ConfigurationError as error:
         return [Problem(str(error).removesuffix(error.cure).strip(), error.cure)]
     return []
