@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3.11
 MODE ?= sync
-MODES := sync overlap overlap-only balance-only continuous agent real fake
+MODES := sync ahead ahead-only balance-only in-flight agent real fake
 # before an installation of minutes
 ifeq ($(filter $(MODE),$(MODES)),)
 $(error MODE is one of: $(MODES) (got $(MODE)))
@@ -21,8 +21,8 @@ export HF_HUB_OFFLINE := 1
 help:
 	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
 	@echo "make demo MODE=fake         half a minute without vLLM, on the fake engine of the test kit"
-	@echo "make demo MODE=overlap      the same with rollouts one round ahead and balanced micro-batches"
-	@echo "make demo MODE=continuous   completions of 1 to 64 tokens that continue across weight updates"
+	@echo "make demo MODE=ahead        the same with rollouts one round ahead and balanced micro-batches"
+	@echo "make demo MODE=in-flight    completions of 1 to 64 tokens that continue across weight updates"
 	@echo "make demo MODE=agent        an agent that must call a tool, in an environment; whole hunts one round ahead"
 	@echo "make demo MODE=real         SmolLM2-135M on sums of reasoning-gym instead of a tiny model; 20 minutes"
 	@echo "make bench     figures of benchmarks/RESULTS.md; an hour, on a machine with nothing else to do"

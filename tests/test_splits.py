@@ -6,8 +6,8 @@ from trl_multinode.run.splits import StepTimes, split_advice
 
 # A step of 7+1 with a long tail: 10 s with all rows, 30 s with fewer than a tenth of them, 10 s x 7 of training
 LONG_TAIL = StepTimes(40.0, 10.0, tail_s=30.0)
-OVERLAPPED = {"overlapped": True}
-IN_FLIGHT = {"overlapped": True, "in_flight": True}
+AHEAD = {"ahead": True}
+IN_FLIGHT = {"ahead": True, "in_flight": True}
 COLOCATED = "colocation on all 8 would take about "
 BEST = "the best or within 5 %"
 # Seconds of a step, training and reserved GPUs, options, what the advice says in this order, what it does not say
@@ -23,21 +23,21 @@ ADVICE = {
     "best": (StepTimes(10.0, 14.0), 5, 3, {}, ["5+3 takes 24.0 s", BEST], "num_processes"),
     "smallest node": (StepTimes(2.0, 1.0), 1, 1, {}, ["1+1 takes 3.0 s"], ""),
     # g = 12 x 2, t = 4 x 6: max(24/R, 24/(8-R)): 12 s now, least at R=4: 6 s; one after the other 24/2 + 24/6 = 16 s
-    "overlapped": (
-        StepTimes(12.0, 4.0), 6, 2, OVERLAPPED,
+    "ahead": (
+        StepTimes(12.0, 4.0), 6, 2, AHEAD,
         ["6+2 takes 12.0 s of generation beside training", "4+4 would take about 6.0 s", "num_processes = 4",
          COLOCATED + "6.0 s"], "",
     ),
     "alternating": (StepTimes(12.0, 4.0), 6, 2, {}, ["6+2 takes 16.0 s of generation and training"], ""),
     # g = 5 x 1, t = 5 x 7: 7+1 hides all of the generation; alternating, 6+2 takes 2.5 + 5.8 = 8.3 s instead of 10
-    "good if overlapped": (StepTimes(5.0, 5.0), 7, 1, OVERLAPPED, [BEST], ""),
+    "good if ahead": (StepTimes(5.0, 5.0), 7, 1, AHEAD, [BEST], ""),
     "bad if alternating": (StepTimes(5.0, 5.0), 7, 1, {}, ["6+2 would take about 8.3 s"], ""),
     # More engines do not shorten a tail. Drained, R engines: 30 + 10/R beside 70/(8-R): R=4: 32.5 s, R=5: 32;
     # colocated: 30 + 10/8 + 70/8. Without the tail, 4+4 takes the longer of 40/4 and 70/4
     "long tail": (
-        LONG_TAIL, 7, 1, OVERLAPPED, ["7+1 takes 40.0 s", "3+5 would take about 32.0 s", COLOCATED + "40.0 s"], "",
+        LONG_TAIL, 7, 1, AHEAD, ["7+1 takes 40.0 s", "3+5 would take about 32.0 s", COLOCATED + "40.0 s"], "",
     ),
-    "no tail": (StepTimes(40.0, 10.0), 7, 1, OVERLAPPED, ["5+3 would take about 14.0 s"], ""),
+    "no tail": (StepTimes(40.0, 10.0), 7, 1, AHEAD, ["5+3 would take about 14.0 s"], ""),
     # A row of the tail needs at most a tenth of an engine: 10 + 3 s on one engine, beside 10 s of training
     "tail": (
         LONG_TAIL, 7, 1, {},

@@ -8,11 +8,11 @@ from multinode_kit.faults import HOOK
 
 MODES: dict[str, dict] = {  # added to the config of `train.py`
     "sync": {},
-    "overlap-only": {"max_staleness": 1},
+    "ahead-only": {"max_staleness": 1},
     "balance-only": {"micro_batch_tokens": 1024},
-    "overlap": {"max_staleness": 1, "micro_batch_tokens": 1024},  # both
+    "ahead": {"max_staleness": 1, "micro_batch_tokens": 1024},  # both
     # the completion goes on after the answer until it ends, after 1 to 64 tokens
-    "continuous": {"max_staleness": 3, "max_completion_length": 64},
+    "in-flight": {"max_staleness": 3, "max_completion_length": 64},
     # 16 prompts a step instead of 32, because the fake engine generates one row after the other
     "fake": {"per_device_train_batch_size": 32, "learning_rate": 5e-3, "num_generations_eval": 4},
 }
@@ -49,5 +49,5 @@ LONG = Demo(
 AGENT = Demo("train_agent.py", num_ranks=4, steps=60, minutes=6, timeout_s=1800.0, learned=0.3, constant=0.2,
              model="agent_model.py")  # fmt: skip
 DEMOS: dict[str, Demo] = {
-    **dict.fromkeys(MODES, SMALL), "continuous": LONG, "fake": FAKE, "agent": AGENT, "real": REAL,
+    **dict.fromkeys(MODES, SMALL), "in-flight": LONG, "fake": FAKE, "agent": AGENT, "real": REAL,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Picture of rows over time in a run of `make demo MODE=continuous`, with the weight updates that they ran across.
+"""Picture of rows over time in a run of `make demo MODE=in-flight`, with the weight updates that they ran across.
 
 python examples/demo/rows.py outputs/demo docs/use/long-tail    # some steps of a run: long-tail.json and long-tail.png
 python examples/demo/rows.py docs/use/long-tail                 # the picture again, from long-tail.json

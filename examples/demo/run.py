@@ -188,11 +188,11 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
     parser.add_argument(
-        "--steps", type=int, help="default: 80, in mode continuous 120, agent 60, real 24, fake 30"
+        "--steps", type=int, help="default: 80, in mode in-flight 120, agent 60, real 24, fake 30"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--mode", choices=DEMOS, default="sync", help="overlap is overlap-only and balance-only"
+        "--mode", choices=DEMOS, default="sync", help="ahead is ahead-only and balance-only"
     )
     parser.add_argument(
         "--no-sync", action="store_true", help="test only: the engines keep their first weights"
@@ -201,7 +201,7 @@ def parse_arguments() -> argparse.Namespace:
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="default: 900, continuous and agent 1800, real 7200, fake 300",
+        help="default: 900, in-flight and agent 1800, real 7200, fake 300",
     )
     return parser.parse_args()
 

@@ -75,15 +75,15 @@ def test_a_run_gives_the_seconds_of_its_slowest_rank_after_the_warm_up(tmp_path)
     assert (run.times.generate_s, run.times.train_s) == (pytest.approx(40.0), pytest.approx(10.0))
     assert run.times.tail_s == pytest.approx(30.0) and run.sync_s == pytest.approx(1.0)
     assert (run.training, run.reserved, run.nodes, run.steps) == (7, 1, 2, 8)
-    assert run.mean_length == pytest.approx(700.0) and not run.overlapped
+    assert run.mean_length == pytest.approx(700.0) and not run.ahead
     with open(tmp_path / "_multinode" / "phases" / "rank0.jsonl", "a") as file:
         line = json.loads(_line("generate", 300.0, 5, 0)) | {"evaluation": True}
         file.write("\n" + json.dumps(line) + "\n")
     # an evaluation is of no step
     assert read_run(str(tmp_path)).times.generate_s == pytest.approx(40.0)
-    write_run(tmp_path / "overlapped", generate=4.0, train=10.0, hidden=9.0)
-    run = read_run(str(tmp_path / "overlapped"))
-    assert run.times.generate_s == pytest.approx(13.0) and run.overlapped
+    write_run(tmp_path / "ahead", generate=4.0, train=10.0, hidden=9.0)
+    run = read_run(str(tmp_path / "ahead"))
+    assert run.times.generate_s == pytest.approx(13.0) and run.ahead
 
 
 def test_a_node_whose_files_are_elsewhere_is_named(tmp_path):

@@ -179,10 +179,10 @@ class StepReport:
         }
         if host.topology.rank == 0:
             times = StepTimes(mean["generate"], mean["train"], mean["tail"])
-            overlapped, in_flight = host.settings.max_staleness > 0, host.settings.in_flight
+            ahead, in_flight = host.settings.max_staleness > 0, host.settings.in_flight
             report(
                 split_advice(
-                    times, host.topology.ranks_per_node, self._reserved, overlapped, in_flight
+                    times, host.topology.ranks_per_node, self._reserved, ahead, in_flight
                 )
             )
 

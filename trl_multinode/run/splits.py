@@ -38,35 +38,35 @@ def split_advice(
     times: StepTimes,
     training: int,
     reserved: int,
-    overlapped: bool = False,
+    ahead: bool = False,
     in_flight: bool = False,
 ) -> str:
     """Recommend a split of a node's GPUs, from its measured seconds.
 
     With g seconds of generation on the engines of a split and t seconds of training, a step takes g + t, or the longer
-    of both if overlapped.
+    of both if ahead.
 
     Args:
         times ([`StepTimes`]):
             Measured seconds with the present split.
         training (`int`), reserved (`int`):
             Current number of training and of reserved GPUs per node.
-        overlapped (`bool`, *optional*, defaults to `False`):
+        ahead (`bool`, *optional*, defaults to `False`):
             `True` if the engines generate while the ranks train (`max_staleness=1`, or rounds in flight).
         in_flight (`bool`, *optional*, defaults to `False`):
             `True` if completions continue across weight syncs (`max_staleness=2` or more).
     """
     total = training + reserved
 
-    def step_s(engines: int, overlapped: bool, in_flight: bool) -> float:
+    def step_s(engines: int, ahead: bool, in_flight: bool) -> float:
         generate = times.in_flight if in_flight else times.drained
         parts = generate(engines / reserved), times.train_s * training / (total - engines)
-        return max(parts) if overlapped else sum(parts)
+        return max(parts) if ahead else sum(parts)
 
     splits = range(1, total)
-    at = {engines: step_s(engines, overlapped, in_flight) for engines in splits}
+    at = {engines: step_s(engines, ahead, in_flight) for engines in splits}
     best = min(splits, key=lambda engines: at[engines])
-    how = "beside" if overlapped else "and"
+    how = "beside" if ahead else "and"
     line = f"Split: {training}+{reserved} takes {at[reserved]:.1f} s of generation {how} training per step"
     if at[best] > 0.95 * at[reserved]:
         line += ", which is the best or within 5 % of it"

@@ -19,7 +19,7 @@ from ..timeline.reading import (
 from . import PlanError
 
 WARM_UP = 0.2  # share of the steps, at least one, that is left out
-OVERLAPPED = 0.01  # share of the time hidden behind training, above which a run generates ahead
+AHEAD = 0.01  # share of the time hidden behind training, above which a run generates ahead
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class MeasuredRun:
     reserved: int | None  # GPUs of a node; `None` without a log
     nodes: int
     steps: int  # that the means are of
-    overlapped: bool
+    ahead: bool
     in_flight: bool
     tail_known: bool
     mean_length: float | None  # tokens of a completion
@@ -73,7 +73,7 @@ def read_run(folder: str) -> MeasuredRun:
         reserved=_reserved(logs, len(nodes), training, folder),
         nodes=len(nodes),
         steps=len(kept),
-        overlapped=in_flight or hidden > OVERLAPPED,
+        ahead=in_flight or hidden > AHEAD,
         in_flight=in_flight,
         tail_known=any("engine/tail_share" in log for log in logs),
         mean_length=mean_of(logs, "completions/mean_length"),
