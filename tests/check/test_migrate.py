@@ -6,9 +6,9 @@ from inspect import signature
 import pytest
 from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
+from trl_multinode.former_arguments import REMOVED, RENAMED, did_you_mean
 from trl_multinode.tools import main
-from trl_multinode.tools.check.flags import did_you_mean
-from trl_multinode.tools.migrate import REMOVED, RENAMED, migrated
+from trl_multinode.tools.migrate import migrated
 
 SCRIPT = """\
 import os
@@ -94,3 +94,9 @@ def test_a_removed_argument_gets_the_reason_and_no_other_name(argument):
     assert REMOVED[argument.removeprefix("--")] in did_you_mean(
         argument, ["--vllm_mode", "--output_dir"]
     )
+
+
+def test_the_example_script_says_it_too(capsys):
+    with pytest.raises(SystemExit):
+        main(["grpo", "--torch_dtype", "float32"])
+    assert "`dtype`" in capsys.readouterr().err

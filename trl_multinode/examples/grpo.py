@@ -28,6 +28,7 @@ from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format
 
 from trl_multinode import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 from trl_multinode.errors import ConfigurationError
+from trl_multinode.former_arguments import did_you_mean
 
 # TRL's own examples have this small model
 DEFAULTS: dict[str, Any] = {
@@ -113,9 +114,8 @@ class StrictParser(TrlParser):
         for name in [text.split("=")[0] for text in unknown if text.startswith("-")] or unknown:
             # accelerate takes `--machine-rank` too
             if re.sub(r"(?<=\w)-", "_", name) not in self.others:
-                near = difflib.get_close_matches(name, [*known, *self.others], n=1)
-                hint = f"did you mean {near[0]}?" if near else "--help lists all arguments"
-                self.error(f"{name} is unknown, {hint}")
+                hint = did_you_mean(name, [*known, *self.others])
+                self.error(f"{name} is unknown{hint or ', --help lists all arguments'}")
 
 
 def check_reward(name: str) -> None:

@@ -181,9 +181,7 @@ class StepReport:
             times = StepTimes(mean["generate"], mean["train"], mean["tail"])
             ahead, in_flight = host.settings.max_staleness > 0, host.settings.in_flight
             report(
-                split_advice(
-                    times, host.topology.ranks_per_node, self._reserved, ahead, in_flight
-                )
+                split_advice(times, host.topology.ranks_per_node, self._reserved, ahead, in_flight)
             )
 
     def _seconds_per_step(self, ranks: list[RankNumbers], steps: int) -> dict[str, float]:

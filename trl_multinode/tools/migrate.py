@@ -1,7 +1,4 @@
-"""`trl-multinode migrate train.py`: the changes that a script for TRL needs, as a diff; it writes nothing.
-
-The tables are also the check's answer to an argument that a script does not have (`check/flags.py: did_you_mean`).
-"""
+"""`trl-multinode migrate train.py`: the changes that a script for TRL needs, as a diff; it writes nothing."""
 
 import argparse
 import ast
@@ -11,51 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Former names in TRL and transformers -> today's
-RENAMED = {
-    "torch_dtype": "dtype",
-    "evaluation_strategy": "eval_strategy",
-    "no_cuda": "use_cpu",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
-    "warmup_ratio": "warmup_steps",
-    "use_liger_loss": "use_liger_kernel",
-    "wandb_log_unique_prompts": "log_unique_prompts",
-    "push_to_hub_model_id": "hub_model_id",
-    "tokenizer": "processing_class",
-    "vllm_device": "vllm_devices",
-    "vllm_max_model_len": "vllm_max_model_length",
-    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
-}
-# Arguments that no longer exist, or that would keep a script from its node's engines -> the reason to delete them
-SERVER = "each node's engines belong to its local main process, so there is no server"
-REMOVED = {
-    "use_vllm": "it is the default",
-    "vllm_mode": "node mode is the default; a server or colocation would leave the reserved GPUs unused",
-    "vllm_server_base_url": SERVER,
-    "vllm_server_host": SERVER,
-    "vllm_server_port": SERVER,
-    "vllm_server_timeout": f"{SERVER}; `engine_start_timeout` and `engine_stall_timeout` are the limits",
-    "vllm_group_port": SERVER,
-    "vllm_enable_sleep_mode": "engines have GPUs of their own",
-    "vllm_gpu_memory_utilization": "a reserved GPU gives 0.9 of its memory",
-    "vllm_dtype": "the engines take that of the training; another one is `engine_kwargs={'dtype': ...}`",
-    "max_prompt_length": "TRL no longer cuts prompts; `vllm_max_model_length` limits prompt and completion together",
-    "overwrite_output_dir": "one run per folder; a relaunch resumes",
-    "save_safetensors": "weights are always saved so",
-    "logging_dir": "`report_to` and the variables of the tracker say where logs go",
-    "include_tokens_per_second": "`perf/tokens_per_s` is always logged",
-}
+from ..former_arguments import REMOVED, RENAMED, hint
+
 MODULE = "trl_multinode"
 GAP = b"\0"  # in the place of an argument that is removed; no script holds it
 RESUME = "resume_from_checkpoint={}.last_checkpoint()"
-
-
-def hint(argument: str) -> str:
-    """Return what became of an argument, as the end of a message; empty if that is not known."""
-    name = argument.lstrip("-").partition("=")[0].replace("-", "_")
-    if name in RENAMED:
-        return f", which is `{RENAMED[name]}` now"
-    return f": {REMOVED[name]}" if name in REMOVED else ""
 
 
 class Edits:

@@ -7,8 +7,8 @@ from functools import partial
 from io import StringIO
 from typing import Any
 
+from ...former_arguments import did_you_mean
 from ...node_settings import ignored_settings, is_node_mode
-from .flags import did_you_mean
 from .launch import Batch, Engines, Launch, Problem, Script, safely
 from .script import (
     ParserCall,

@@ -1,12 +1,11 @@
 """Split the words of a command line into flags of `accelerate launch` and a script, with accelerate's own parser."""
 
 import argparse
-import difflib
 from collections.abc import Iterable
 
 from accelerate.commands import launch as accelerate_launch
 
-from ..migrate import hint
+from ...former_arguments import did_you_mean
 
 NO_SCRIPT = "(nothing)"  # in the place of a script that is not named
 
@@ -32,14 +31,6 @@ def _integer(text: str) -> int:
 def flag_names() -> set[str]:
     """Return the names of all flags of `accelerate launch`."""
     return set(vars(_launch_parser().parse_args([NO_SCRIPT])))
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return what became of a word, or the most similar known one, as the end of a message; empty without either."""
-    if known_change := hint(word):
-        return known_change
-    close = difflib.get_close_matches(str(word), list(known), n=1)
-    return f", did you mean {close[0]}?" if close else ""
 
 
 def split_at_script(words: list[str], own: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -15,10 +15,11 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import _filter_args, prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from accelerate.utils import launch as prepare
 
+from ...former_arguments import did_you_mean
 from ...libraries import replaced
 from ...run.gpu_variables import CUDA, ROCR, gpu_names, gpu_variable, on_amd
 from .deepspeed import read_deepspeed
-from .flags import did_you_mean, flag_names, parse_flags
+from .flags import flag_names, parse_flags
 from .launch import Launch, Problem
 
 # Accelerate's launchers that end in torchrun, each with the function that prepares its arguments.

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from .flags import did_you_mean, flag_names
+from ...former_arguments import did_you_mean
+from .flags import flag_names
 from .launch import Launch, Problem
 from .rules import replaced_strategy
 
