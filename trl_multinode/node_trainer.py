@@ -22,7 +22,15 @@ from .host import NodeHost
 from .libraries import replaced
 from .must_agree import check_agreement, check_training
 from .node_settings import check_supported, is_node_mode
-from .reporting import LogHistory, RunRecord, StepReport, report_choices, report_start, report_steps
+from .reporting import (
+    Alerts,
+    LogHistory,
+    RunRecord,
+    StepReport,
+    report_choices,
+    report_start,
+    report_steps,
+)
 from .rollouts.aligning import aligned_before_gather
 from .rollouts.generation import SAMPLING, NodeGeneration
 from .rollouts.monitor import check_nan
@@ -138,6 +146,7 @@ class NodeTrainer(HubTrainer):
             host, self.accelerator, self._meter, self.vllm_generation, self.model, iterations
         )
         report_steps(self.callback_handler.callbacks)
+        self.add_callback(Alerts())  # behind those of the trackers, which begin their runs
         self._record = RunRecord(host, self.args, self.model) if host.topology.rank == 0 else None
         self._resume = Resume(self)
         host.watch.ending.checkpoint = partial(newest_whole, Path(self.args.output_dir))

@@ -17,7 +17,6 @@ from trl_multinode.reporting import callbacks as module
 from trl_multinode.reporting.callbacks import StepLines, report_steps
 from trl_multinode.reporting.lines import (
     MOST_ROWS,
-    equal_rewards,
     marked,
     node_table,
     other_line,
@@ -70,17 +69,6 @@ def test_a_line_leaves_out_what_was_not_measured():
         "| memory 1.5 GiB | engines busy 50 % | loss 0.25"
     )
     assert "MFU" not in line and "KV" not in line and "tokens" not in line
-
-
-def test_rewards_that_are_equal_within_all_groups_are_named_once(caplog):
-    equal = {"frac_reward_zero_std": 1.0, "rewards/format/mean": 0.0, "rewards/format/std": 0.0}
-    assert equal_rewards(LOGS | equal | {"frac_reward_zero_std": 0.99}) == ""
-    assert "`format` 0 on average" in equal_rewards(LOGS | equal)
-    lines = StepLines(bar=False)
-    for step in (1, 2):
-        state = SimpleNamespace(is_world_process_zero=True, global_step=step, max_steps=9)
-        lines.on_log(None, state, None, logs=LOGS | equal)
-    assert caplog.text.count("`format`") == 1
 
 
 def test_other_logs_are_one_line_too():

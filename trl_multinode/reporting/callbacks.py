@@ -1,12 +1,14 @@
-"""The callback that prints the readable log, in the place of the one with which transformers prints the metrics."""
+"""Callbacks for the reader of a log: a line per step in the place of transformers' dictionary, and alerts."""
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..run.reporter import show, warn
-from .lines import equal_rewards, node_table, other_line, rendered, step_line
+from .alerts import alerts
+from .lines import node_table, other_line, rendered, step_line
 
 TABLE_STEPS = 10  # optimizer steps between two tables of the nodes
 
@@ -28,7 +30,6 @@ class StepLines(ProgressCallback, PrinterCallback):
         super().__init__()
         self._bar = bar and sys.stderr.isatty()
         self._table_at = TABLE_STEPS
-        self._has_warned = False  # of equal rewards
 
     def on_train_begin(self, args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
         self._table_at = state.global_step + TABLE_STEPS
@@ -54,9 +55,6 @@ class StepLines(ProgressCallback, PrinterCallback):
             self._write(other_line(logs, state.global_step))
             return
         self._write(step_line(logs, state.global_step, state.max_steps))
-        if (line := equal_rewards(logs)) and not self._has_warned:
-            self._has_warned = True
-            warn(f"step {state.global_step}: {line}")
         if state.global_step >= self._table_at:
             self._table_at = state.global_step + TABLE_STEPS
             if (table := node_table(logs, state.global_step)) is not None:
@@ -65,6 +63,36 @@ class StepLines(ProgressCallback, PrinterCallback):
     def _write(self, text: str) -> None:
         bar = self.training_bar
         show(text, write=bar.write if bar is not None else None)
+
+
+class Alerts(TrainerCallback):
+    """Warn once of each thing in the log that needs a person, on rank 0, also in the trackers that have alerts."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if not state.is_world_process_zero or "perf/step_s" not in (logs or {}):
+            return
+        for title, text in alerts(logs):
+            if title not in self._told:
+                self._told.add(title)
+                warn(f"step {state.global_step}: {title}: {text}")
+                for tracker in args.report_to:
+                    with suppress(Exception):  # a run does not end for its tracker
+                        _alert(tracker, title, text)
+
+
+def _alert(tracker: str, title: str, text: str) -> None:
+    """Send an alert to a tracker whose run transformers has begun."""
+    if tracker == "trackio":
+        import trackio
+
+        trackio.alert(title, text)
+    elif tracker == "wandb":
+        import wandb
+
+        wandb.run.alert(title, text)
 
 
 def report_steps(callbacks: list[TrainerCallback]) -> None:

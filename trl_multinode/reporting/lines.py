@@ -118,22 +118,6 @@ def _engines(found: Mapping[str, float]) -> str:
     return text and f"engines {text}"
 
 
-def equal_rewards(logs: Mapping[str, object]) -> str:
-    """Return a line if the rewards within every group of a step were equal, so that nothing can be learned."""
-    if logs.get("frac_reward_zero_std") != 1.0:
-        return ""
-    means = {
-        name.split("/")[1]: mean
-        for name, mean in logs.items()
-        if name.startswith("rewards/") and name.endswith("/mean") and isinstance(mean, float)
-    }
-    names = ", ".join(f"`{name}` {short(mean)} on average" for name, mean in means.items())
-    return (
-        f"all rewards within each group are equal ({names}), so no advantage is left and nothing is learned. Look at "
-        "the completions (`log_completions=True`) and at the function"
-    )
-
-
 def other_line(logs: Mapping[str, object], step: int) -> str:
     """Return the line of a log that is not of a training step: an evaluation, the end of a run, a script's own log."""
     prefix, label = "", f"step {step}"

@@ -1,0 +1,66 @@
+"""Alerts: once each, on rank 0, in the log and in the trackers."""
+
+import sqlite3
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from trl_multinode.reporting.alerts import alerts
+from trl_multinode.reporting.callbacks import Alerts
+
+LOGS = {"perf/step_s": 1.0, "loss": 0.1, "grad_norm": 0.9, "frac_reward_zero_std": 0.5}
+EQUAL = {"frac_reward_zero_std": 1.0, "rewards/format/mean": 0.0, "rewards/format/std": 0.0}
+# trackio reads its folder when it is imported
+SCRIPT = """
+from types import SimpleNamespace
+import trackio
+from trl_multinode.reporting.callbacks import Alerts
+trackio.init(project="p")
+logs = {"perf/step_s": 1.0, "loss": float("nan"), "engine/restarts": 1.0}
+state = SimpleNamespace(is_world_process_zero=True, global_step=3)
+Alerts().on_log(SimpleNamespace(report_to=["trackio", "tensorboard"]), state, None, logs=logs)
+trackio.finish()
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "names"),
+    [
+        ({}, []),
+        (EQUAL, ["`format` 0 on average"]),
+        ({"loss": float("nan")}, ["`loss` is nan"]),
+        ({"grad_norm": float("inf")}, ["`grad_norm` is inf"]),
+        ({"engine/restarts": 0.0}, []),
+        ({"engine/restarts": 2.0}, ["_multinode/logs"]),
+    ],
+)
+def test_what_needs_a_person(more, names):
+    found = [" ".join(one) for one in alerts(LOGS | more)]
+    assert len(found) == len(names) and all(
+        name in text for name, text in zip(names, found, strict=True)
+    )
+
+
+@pytest.mark.parametrize("is_zero", [True, False])
+def test_each_is_told_once_and_a_tracker_without_a_run_ends_nothing(is_zero, caplog):
+    callback = Alerts()
+    for step in (1, 2):
+        state = SimpleNamespace(is_world_process_zero=is_zero, global_step=step)
+        args = SimpleNamespace(report_to=["trackio", "wandb"])
+        callback.on_log(args, state, None, logs=LOGS | EQUAL)
+    assert caplog.text.count("`format`") == is_zero
+
+
+@pytest.mark.nightly  # an import of trackio and its database
+def test_trackio_has_them(tmp_path):
+    environment = {"TRACKIO_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (database,) = tmp_path.glob("p*.db")
+    with sqlite3.connect(database) as connection:
+        titles = {title for (title,) in connection.execute("SELECT title FROM alerts")}
+    assert titles == {"the loss is not finite", "1 restarts of engines"}

@@ -1,0 +1,38 @@
+"""What in the log of a step needs a person: nothing to learn from, a loss that is no number, an engine that restarts."""
+
+from collections.abc import Iterator, Mapping
+from math import isfinite
+
+from .lines import short
+
+
+def alerts(logs: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """
+    Yield title and text of each.
+
+    Args:
+        logs (`Mapping[str, object]`):
+            Metrics of a training step as `Trainer.log` received them.
+    """
+    found = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
+    broken = [name for name in ("loss", "grad_norm") if not isfinite(found.get(name, 0.0))]
+    if broken:
+        values = " and ".join(f"`{name}` is {found[name]}" for name in broken)
+        cure = "Look at the rewards and log-probs of this step, and lower the learning rate"
+        yield "the loss is not finite", f"{values}. {cure}"
+    if found.get("frac_reward_zero_std") == 1.0:
+        means = [
+            f"`{name.split('/')[1]}` {short(mean)} on average"
+            for name, mean in found.items()
+            if name.startswith("rewards/") and name.endswith("/mean")
+        ]
+        yield (
+            "rewards are equal",
+            f"within every group ({', '.join(means)}), so no advantage is left and nothing is learned. Look at the "
+            "completions (`log_completions=True`) and at the function",
+        )
+    if restarts := found.get("engine/restarts"):
+        yield (
+            f"{restarts:.0f} restarts of engines",
+            "since the start of the run. The log of that engine in `_multinode/logs` has the cause",
+        )
