@@ -1,4 +1,4 @@
-"""What in the log of a step needs a person: nothing to learn from, a loss that is no number, an engine that restarts."""
+"""What in the log of a step needs a person: nothing to learn from, a loss that is no number, a restarted engine."""
 
 from collections.abc import Iterator, Mapping
 from math import isfinite
@@ -21,14 +21,9 @@ def alerts(logs: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         cure = "Look at the rewards and log-probs of this step, and lower the learning rate"
         yield "the loss is not finite", f"{values}. {cure}"
     if found.get("frac_reward_zero_std") == 1.0:
-        means = [
-            f"`{name.split('/')[1]}` {short(mean)} on average"
-            for name, mean in found.items()
-            if name.startswith("rewards/") and name.endswith("/mean")
-        ]
         yield (
             "rewards are equal",
-            f"within every group ({', '.join(means)}), so no advantage is left and nothing is learned. Look at the "
+            f"within every group ({_means(found)}), so no advantage is left and nothing is learned. Look at the "
             "completions (`log_completions=True`) and at the function",
         )
     if restarts := found.get("engine/restarts"):
@@ -36,3 +31,13 @@ def alerts(logs: Mapping[str, object]) -> Iterator[tuple[str, str]]:
             f"{restarts:.0f} restarts of engines",
             "since the start of the run. The log of that engine in `_multinode/logs` has the cause",
         )
+
+
+def _means(found: Mapping[str, float]) -> str:
+    """Return the mean of each reward function."""
+    means = {
+        name.split("/")[1]: mean
+        for name, mean in found.items()
+        if name.startswith("rewards/") and name.endswith("/mean")
+    }
+    return ", ".join(f"`{name}` {short(mean)} on average" for name, mean in means.items())

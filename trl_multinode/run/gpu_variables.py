@@ -116,8 +116,10 @@ def check_accelerator(num_gpus: int, node: int | None, needs: str = "") -> None:
     """
     import torch
 
-    device = None if num_gpus else torch.accelerator.current_accelerator(check_available=True)
-    if needs and device is None and not num_gpus:
+    if num_gpus:
+        return
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if needs and device is None:
         given = {name: os.environ[name] for name in GIVEN if name in os.environ}
         found = [f"{name}={value!r}" for name, value in given.items()]
         raise ConfigurationError(

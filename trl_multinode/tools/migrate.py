@@ -70,28 +70,37 @@ def migrated(text: str) -> tuple[str, list[str]]:
     """
     edits, notes = Edits(text), []
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "trl":
-            if any(name.name.endswith(("Trainer", "Config")) for name in node.names):
-                edits.replace(node, str(node.module), MODULE)
+        if isinstance(node, ast.ImportFrom):
+            _change_import(node, edits)
         elif isinstance(node, ast.Import) and any(name.name == "trl" for name in node.names):
             notes.append(
                 f"line {node.lineno}: take trainers and configs from `{MODULE}`, not from `trl`"
             )
         elif isinstance(node, ast.Call):
-            notes += _changed(node, edits)
+            notes += [*_resumed(node, edits), *_changed(node, edits)]
     return edits.made(), notes
 
 
-def _changed(call: ast.Call, edits: Edits) -> Iterator[str]:
-    """Change the arguments of a config or a trainer, and a `train()` that would begin anew."""
-    name = ast.unparse(call.func)
-    if (
-        name.endswith((".train", "trainer.train"))
-        and "trainer" in name
-        and not (call.args or call.keywords)
+def _change_import(node: ast.ImportFrom, edits: Edits) -> None:
+    """Take trainers and configs from this package, with all that the statement names beside them."""
+    module = node.module or ""
+    if module.partition(".")[0] == "trl" and any(
+        name.name.endswith(("Trainer", "Config")) for name in node.names
     ):
+        edits.replace(node, module, MODULE)
+
+
+def _resumed(call: ast.Call, edits: Edits) -> Iterator[str]:
+    """Let a `train()` that would begin anew continue."""
+    name = ast.unparse(call.func)
+    if name.endswith("trainer.train") and not (call.args or call.keywords):
         edits.insert_before_end(call, RESUME.format(name.removesuffix(".train")))
         yield f"line {call.lineno}: a relaunch continues from the last whole checkpoint, if there is one"
+
+
+def _changed(call: ast.Call, edits: Edits) -> Iterator[str]:
+    """Change the former arguments of a config or a trainer."""
+    name = ast.unparse(call.func)
     if not name.endswith(("Config", "Trainer", "Arguments")):
         return
     for keyword in call.keywords:

@@ -124,12 +124,19 @@ class RunJudge:
         if now - self._last_look > JUDGE_LATE_S + self._limits.beat_s:
             self.forgive(now)
         self._last_look = now
+        reads = now >= self._next_states
+        self._read(now, store, reads)
+        if reads:
+            self._next_states = now + min(READ_STATES_EVERY_S, max(self._limits.stuck_s, 1.0) / 10)
+        return self._silent_node(now) or (self._stuck_or_slow(now) if reads else None)
+
+    def _read(self, now: float, store: Store, reads: bool) -> None:
+        """Note which nodes have sent a further beat and, if `reads`, the states in it."""
         # `multi_get` would wait for a key that is missing
         if len(self._nodes) < self._topology.num_nodes:
             self._nodes = [
                 node for node in range(self._topology.num_nodes) if store.check([f"beat/{node}"])
             ]
-        reads = now >= self._next_states
         for node, beat in zip(
             self._nodes, store.multi_get([f"beat/{node}" for node in self._nodes]), strict=True
         ):
@@ -138,9 +145,6 @@ class RunJudge:
                 self._seen[node] = (number, now)
             if reads or node not in self._states:
                 self._states[node] = [RankState(**state) for state in json.loads(states)]
-        if reads:
-            self._next_states = now + min(READ_STATES_EVERY_S, max(self._limits.stuck_s, 1.0) / 10)
-        return self._silent_node(now) or (self._stuck_or_slow(now) if reads else None)
 
     # ---- silent nodes -----------------------------------------------------------------------------------------------
 
@@ -178,10 +182,8 @@ class RunJudge:
         same_s = min(state.same_s for state in states)
         if 0 < self._limits.stuck_s < same_s and not any(state.may_take_long for state in states):
             return self._stuck(states, same_s)
-        late = _behind(states)
-        if same_s > NAME_EVERY_S and now >= self._next_line and len(late) < len(states):
-            self._next_line = now + NAME_EVERY_S
-            self._report(len(states) - len(late), same_s, [self._named(state) for state in late])
+        if same_s > NAME_EVERY_S and now >= self._next_line:
+            self._report_slow(now, states, same_s)
         return None
 
     def _stuck(self, states: list[RankState], same_s: float) -> str:
@@ -194,6 +196,13 @@ class RunJudge:
             f"{self._limits.stuck_s:g} s) although all send heartbeats{why}. Raise the setting if a step may take so "
             f"long. The slowest is {slowest.name(self._topology.ranks_per_node)}, {slowest.doing()}"
         )
+
+    def _report_slow(self, now: float, states: list[RankState], same_s: float) -> None:
+        """Report the ranks that are elsewhere than most."""
+        late = _behind(states)
+        if len(late) < len(states):
+            self._next_line = now + NAME_EVERY_S
+            self._report(len(states) - len(late), same_s, [self._named(state) for state in late])
 
     def _report_late(self, now: float, states: list[RankState]) -> None:
         """Report the ranks that have not come to a meeting in which others have waited for long."""

@@ -19,12 +19,9 @@ def batch_problems(batch: Batch, num_ranks: int) -> Iterator[Problem]:
         batch.per_device_train_batch_size,
         batch.world(num_ranks),
     )
-    for name, value in vars(batch).items():
-        # a group of one has no advantage
-        least = 2 if name == "num_generations" else 1
-        if value is not None and value < least:
-            yield Problem(f"`{name}` must be at least {least}, got {value}", "pass a larger number")
-            return
+    if small := list(_too_small(batch)):
+        yield from small
+        return
     if batch.generation_batch_size and batch.steps_per_generation:
         yield Problem(
             f"TRL takes only one of `generation_batch_size` (got {world}) and `steps_per_generation`"
@@ -42,6 +39,14 @@ def batch_problems(batch: Batch, num_ranks: int) -> Iterator[Problem]:
             f" {num_ranks} ranks x {batch.steps} steps, expected a multiple of {group})",
             f"with {num_ranks} ranks pass {_values_that_work(batch, num_ranks)}",
         )
+
+
+def _too_small(batch: Batch) -> Iterator[Problem]:
+    for name, value in vars(batch).items():
+        # a group of one has no advantage
+        least = 2 if name == "num_generations" else 1
+        if value is not None and value < least:
+            yield Problem(f"`{name}` must be at least {least}, got {value}", "pass a larger number")
 
 
 def _values_that_work(batch: Batch, num_ranks: int) -> str:

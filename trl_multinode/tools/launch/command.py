@@ -65,18 +65,14 @@ def missing_flags(path: str, flags: list[str], script: list[str], gpus: int) -> 
     launch, _ = read_launch(path, flags, script, gpus)
     if launch is None or launch.num_nodes == 1 or launch.ranks_by_arrival:
         return []
-    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in flags}
-    absent = [name for name in NODE_FLAGS if name not in given]
-    from_scheduler = any(name in os.environ for name in SOURCES)
-    missing = [
-        name
-        for name in absent
-        if launch.file.get(name) is None or (name == "machine_rank" and from_scheduler)
-    ]
-    if not missing:
+    given = {name for name in NODE_FLAGS if launch.file.get(name) is not None}
+    if not SOURCES.keys().isdisjoint(os.environ):
+        given.discard("machine_rank")
+    given |= {word.partition("=")[0].lstrip("-").replace("-", "_") for word in flags}
+    if given.issuperset(NODE_FLAGS):
         return []
-    found = dict(zip(NODE_FLAGS, map(str, node_flags(os.environ)), strict=True))
-    return [word for name in missing for word in (f"--{name}", found[name])]
+    values = zip(NODE_FLAGS, node_flags(os.environ), strict=True)
+    return sum(([f"--{name}", str(value)] for name, value in values if name not in given), [])
 
 
 def gpu_problems(launch: Launch) -> list[Problem]:
@@ -104,11 +100,11 @@ def meet(launch: Launch | None, problems: Sequence[Problem], timeout_s: float) -
     Returns:
         `int`: 0 if the nodes may launch, else the exit code.
     """
-    place = None if launch is None else place_of(launch, timeout_s)
-    if launch is None or (problems and (launch.num_nodes == 1 or place is None)):
+    if launch is None:
         return CONFIGURATION
     if launch.num_nodes == 1:
-        return 0
+        return CONFIGURATION if problems else 0
+    place = place_of(launch, timeout_s)
     if place is None:
         say(f"error: {NO_PLACE}")
         return CONFIGURATION

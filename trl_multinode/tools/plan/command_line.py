@@ -82,17 +82,8 @@ def main(argv: list[str]) -> int:
     Returns:
         `int`: 0 if a layout fits, 1 if none does, 2 for arguments that cannot be planned.
     """
-    parser = own_parser()
-    options, words = parser.parse_known_args(argv)
-    script = [options.script, *words] if options.script else []
-    if words and not script:
-        parser.error(f"unrecognized arguments: {' '.join(words)}")
     try:
-        if script:
-            read_script(options, script)
-        for name in ("nodes", "completion", "rows"):
-            if getattr(options, name) is None:
-                parser.error(f"--{name} is required, unless a config file and a script give it")
+        options, script = parse(argv)
         task, pairs = task_of(options)
     except PlanError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
@@ -109,13 +100,33 @@ def main(argv: list[str]) -> int:
     return 0 if any(each.fits for each in (*splits, *colocated)) else 1
 
 
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command line; return the options, and the script with its arguments if there is one.
+
+    Raises:
+        `SystemExit`: with status 2, for an unknown or missing option.
+        `PlanError`: if config file and script do not say what no option does.
+    """
+    parser = own_parser()
+    options, words = parser.parse_known_args(argv)
+    script = [options.script, *words] if options.script else []
+    if words and not script:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    if script:
+        read_script(options, script)
+    missing = [name for name in ("nodes", "completion", "rows") if getattr(options, name) is None]
+    if missing:
+        parser.error(f"--{missing[0]} is required, unless a config file and a script give it")
+    return options, script
+
+
 def read_script(options: argparse.Namespace, script: list[str]) -> None:
     """Fill in what a config file of accelerate and the arguments of a script say, where no option does.
 
     Raises:
         `PlanError`: if they name no model, or cannot be read.
     """
-    path, gpus = options.model, parse_nodes(options.nodes)[1] if options.nodes else 8
+    path, gpus = options.model, parse_nodes(options.nodes or "1x8")[1]
     node = ["--machine_rank", "0", "--main_process_ip", "HOST0"]
     launch, problems = check(path, [*node, *script], gpus_per_node=gpus, port=False)
     if launch is None or launch.script.batch is None or launch.script.model is None:

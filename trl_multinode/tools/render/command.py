@@ -254,9 +254,6 @@ def check_options(job: Job, options: argparse.Namespace) -> None:
     Raises:
         [`JobError`]: with the option and what it should be.
     """
-    # a pod has its script in the image, a host of ssh in its folder
-    if options.kind != "k8s" and not (options.kind == "ssh" and options.folder):
-        check_script(job.script)
     if options.kind == "docker" and (job.config.is_absolute() or ".." in job.config.parts):
         raise JobError(
             f"the image gets the present folder (got {job.config}, expected a relative path in it)"
@@ -273,6 +270,12 @@ def check_options(job: Job, options: argparse.Namespace) -> None:
             )
 
 
+def replaced_by(given: list[str]) -> set[str]:
+    """Return the lines of the file that flags of the user replace."""
+    flags = {re.split("[= ]", flag)[0] for flag in given}
+    return {line for line, others in REPLACED.items() if flags.intersection(others)}
+
+
 def main(argv: list[str]) -> int:
     """Write the job file to standard output or `--out`, and the next commands to standard error.
 
@@ -285,6 +288,9 @@ def main(argv: list[str]) -> int:
             options.file, options.script, options.gpus_per_node, options.grace, options.timeout
         )
         check_options(job, options)
+        # a pod has its script in the image, a host of ssh in its folder
+        if options.kind != "k8s" and not getattr(options, "folder", None):
+            check_script(job.script)
     except JobError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
@@ -298,11 +304,7 @@ def main(argv: list[str]) -> int:
             **dict(options.env),
         }.items(),
         present=Path.cwd(),
-        replaced={
-            line
-            for line, flags in REPLACED.items()
-            if any(re.split("[= ]", given)[0] in flags for given in getattr(options, "sbatch", ()))
-        },
+        replaced=replaced_by(getattr(options, "sbatch", [])),
         path=shlex.quote(options.out or "FILE"),
     )
     if options.out is None:
