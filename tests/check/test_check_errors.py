@@ -193,6 +193,7 @@ ELSEWHERE = {
     "devices, packages or engines of a node, which `doctor` examines": [
         "engine/settings.py: check_vllm",
         "rollouts/requests.py: check_logprobs",
+        "run/gpu_variables.py: _no_gpu",
         "run/gpu_variables.py: check_accelerator",
         "weights/transport.py: choose",
     ],

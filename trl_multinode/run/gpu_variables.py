@@ -100,6 +100,20 @@ def check_gpu_variables(environ: Mapping[str, str], where: str = "") -> None:
         )
 
 
+def _no_gpu(needs: str, node: int | None) -> ConfigurationError:
+    given = {name: os.environ[name] for name in GIVEN if name in os.environ}
+    found = [f"{name}={value!r}" for name, value in given.items()]
+    return ConfigurationError(
+        f"No GPU is visible to this process on {socket.gethostname()}, and `{needs}` needs one (set: "
+        f"{', '.join(found or [f'none of {CUDA} and those of SLURM and containers'])}).",
+        setting="use_cpu",
+        got=given,
+        node=node,
+        cure="Give `--gpus-per-node` or `--gres=gpu:N` to `sbatch` and `srun`, `--gpus all` to a container, unset "
+        "a variable that hides GPUs, or set `use_cpu=True` to train on CPUs.",
+    )
+
+
 def check_accelerator(num_gpus: int, node: int | None, needs: str = "") -> None:
     """Check the devices of a node: it has some if a setting needs one, and node mode has engines for them.
 
@@ -120,17 +134,7 @@ def check_accelerator(num_gpus: int, node: int | None, needs: str = "") -> None:
         return
     device = torch.accelerator.current_accelerator(check_available=True)
     if needs and device is None:
-        given = {name: os.environ[name] for name in GIVEN if name in os.environ}
-        found = [f"{name}={value!r}" for name, value in given.items()]
-        raise ConfigurationError(
-            f"No GPU is visible to this process on {socket.gethostname()}, and `{needs}` needs one (set: "
-            f"{', '.join(found or [f'none of {CUDA} and those of SLURM and containers'])}).",
-            setting="use_cpu",
-            got=given,
-            node=node,
-            cure="Give `--gpus-per-node` or `--gres=gpu:N` to `sbatch` and `srun`, `--gpus all` to a container, unset "
-            "a variable that hides GPUs, or set `use_cpu=True` to train on CPUs.",
-        )
+        raise _no_gpu(needs, node)
     if device is not None and device.type != "cuda" and node is not None:
         raise ConfigurationError(
             f"This node has devices of the type `{device.type}` (expected `cuda`): node mode starts engines "
