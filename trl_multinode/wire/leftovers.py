@@ -17,7 +17,8 @@ from pathlib import Path
 from .locks import held_here, machine, try_to_lock
 
 PREFIX = "trl_multinode_n"  # of a run's folder; the number of its node follows
-CHECK_PREFIX = "trl_multinode_check_"  # of the folder in which `launch` waits for the ending of a run
+# of the folder in which `launch` waits for the ending of a run
+CHECK_PREFIX = "trl_multinode_check_"
 OWNER_LOCK = "owner.lock"
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENTS = ("psm_", "vllm_", "trl_multinode_")  # names of vLLM's and our shared memory
