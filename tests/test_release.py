@@ -183,6 +183,7 @@ def test_config_and_check_run_from_the_wheel(installed):
         checked.stdout + checked.stderr
     )
     assert installed("check", "mine.yaml", *flags, "--num_processes", "30").returncode == 1
+    (installed.folder / "work" / "train.py").write_text("print()\n")
     job = installed("render", "slurm", "mine.yaml", "--script", "train.py")
     assert "#SBATCH --nodes=4\n" in job.stdout, job.stderr
 

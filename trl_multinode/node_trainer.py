@@ -23,10 +23,10 @@ from .libraries import replaced
 from .must_agree import check_agreement, check_training
 from .node_settings import check_supported, is_node_mode
 from .reporting import (
-    Alerts,
     LogHistory,
     RunRecord,
     StepReport,
+    Trackers,
     report_choices,
     report_start,
     report_steps,
@@ -146,7 +146,8 @@ class NodeTrainer(HubTrainer):
             host, self.accelerator, self._meter, self.vllm_generation, self.model, iterations
         )
         report_steps(self.callback_handler.callbacks)
-        self.add_callback(Alerts())  # behind those of the trackers, which begin their runs
+        # behind those of the trackers, which begin their runs
+        self.add_callback(Trackers(self.callback_handler.callbacks))
         self._record = RunRecord(host, self.args, self.model) if host.topology.rank == 0 else None
         self._resume = Resume(self)
         host.watch.ending.checkpoint = partial(newest_whole, Path(self.args.output_dir))

@@ -1,14 +1,17 @@
-"""Alerts: once each, on rank 0, in the log and in the trackers."""
+"""The first charts of the trackers, and alerts: once each, on rank 0, in the log and in the trackers."""
 
+import json
 import sqlite3
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from tensorboardX import SummaryWriter
+from transformers.integrations import TensorBoardCallback
 
 from trl_multinode.reporting.alerts import alerts
-from trl_multinode.reporting.callbacks import Alerts
+from trl_multinode.reporting.callbacks import Trackers
 
 LOGS = {"perf/step_s": 1.0, "loss": 0.1, "grad_norm": 0.9, "frac_reward_zero_std": 0.5}
 EQUAL = {"frac_reward_zero_std": 1.0, "rewards/format/mean": 0.0, "rewards/format/std": 0.0}
@@ -16,11 +19,11 @@ EQUAL = {"frac_reward_zero_std": 1.0, "rewards/format/mean": 0.0, "rewards/forma
 SCRIPT = """
 from types import SimpleNamespace
 import trackio
-from trl_multinode.reporting.callbacks import Alerts
+from trl_multinode.reporting.callbacks import Trackers
 trackio.init(project="p")
-logs = {"perf/step_s": 1.0, "loss": float("nan"), "engine/restarts": 1.0}
+logs = {"perf/step_s": 1.0, "reward": 0.5, "loss": float("nan"), "engine/restarts": 1.0}
 state = SimpleNamespace(is_world_process_zero=True, global_step=3)
-Alerts().on_log(SimpleNamespace(report_to=["trackio", "tensorboard"]), state, None, logs=logs)
+Trackers([]).on_log(SimpleNamespace(report_to=["trackio", "tensorboard"]), state, None, logs=logs)
 trackio.finish()
 """
 
@@ -45,7 +48,7 @@ def test_what_needs_a_person(more, names):
 
 @pytest.mark.parametrize("is_zero", [True, False])
 def test_each_is_told_once_and_a_tracker_without_a_run_ends_nothing(is_zero, caplog):
-    callback = Alerts()
+    callback = Trackers([])
     for step in (1, 2):
         state = SimpleNamespace(is_world_process_zero=is_zero, global_step=step)
         args = SimpleNamespace(report_to=["trackio", "wandb"])
@@ -63,4 +66,21 @@ def test_trackio_has_them(tmp_path):
     (database,) = tmp_path.glob("p*.db")
     with sqlite3.connect(database) as connection:
         titles = {title for (title,) in connection.execute("SELECT title FROM alerts")}
+        logged = connection.execute("SELECT step, metrics FROM metrics").fetchall()
     assert titles == {"the loss is not finite", "1 restarts of engines"}
+    ((step, metrics),) = logged
+    assert step == 3 and json.loads(metrics) == {
+        "at_a_glance/1_reward": 0.5,
+        "at_a_glance/6_seconds_per_step": 1.0,
+    }
+
+
+def test_tensorboard_has_the_first_charts(tmp_path):
+    theirs = TensorBoardCallback(SummaryWriter(str(tmp_path)))
+    state = SimpleNamespace(is_world_process_zero=True, global_step=3)
+    args = SimpleNamespace(report_to=["tensorboard"])
+    Trackers([theirs]).on_log(args, state, None, logs=LOGS)
+    theirs.tb_writer.close()
+    (events,) = tmp_path.iterdir()
+    written = events.read_bytes()
+    assert b"at_a_glance/2_groups_of_equal_rewards" in written and b"1_reward" not in written

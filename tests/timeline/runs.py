@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from pandas import DataFrame
+
 STEPS = 4
 AHEAD_S = 7.5  # of node 1's clock
 BEGIN = 1_000_000.0
@@ -72,6 +74,19 @@ def logs() -> list[dict]:
     ]  # fmt: skip
 
 
+def write_completions(folder: Path, step: int, rows: int) -> None:
+    """Write the file of TRL's `log_completions` for one log."""
+    table = {
+        "step": [step] * rows,
+        "prompt": [[{"role": "user", "content": "1+1?"}]] * rows,
+        "completion": [f"it is {row}" for row in range(rows)],
+        "accuracy_reward": [float(row == 2) for row in range(rows)],
+        "advantage": [abs(row - 2.2) for row in range(rows)],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    DataFrame(table).to_parquet(folder / f"completions_{step:05d}.parquet")
+
+
 def write_run(folder: Path, failed: bool = False, in_flight: bool = False) -> Path:
     """Write the files of a run, and return its `output_dir`."""
     own = folder / "_multinode"
@@ -92,6 +107,8 @@ def write_run(folder: Path, failed: bool = False, in_flight: bool = False) -> Pa
         }
         write_lines(own / f"ending-node{node}.json", [ending if failed else good])
     write_lines(own / "log.jsonl", logs())
+    write_completions(folder / "completions", step=2, rows=3)
+    write_completions(folder / "completions", step=4, rows=12)
     settings = {
         "attempt": 1, "time": BEGIN, "model": "a/model", "nodes": 2, "settings": {"max_staleness": 1},
         "defaults": {"num_engines": None}, "versions": {"trl": "1.16.0", "trl_multinode": "0.1.0"},

@@ -89,8 +89,9 @@ def test_the_page_of_a_failed_run_works_without_a_network_and_fits_its_window(tm
     found = shown(written(write_run(tmp_path / "run", failed=True)), tmp_path, width)
     assert found["wrong"] == [] and found["resources"] == 0
     assert width - 20 < found["width"] == found["scroll"]  # the scroll bar of the length takes 15
-    assert found["inked"] == [True] * 4  # metric, a canvas of bars per node, timeline
-    for text in ("a/model: 2 nodes, 4 ranks, 2 engines, steps 1 to 4", f"ended with code 6: {FATAL}", "max_staleness",
+    assert found["inked"] == [True] * 6  # two at a glance, metric, bars of two nodes, timeline
+    for text in ("user: 1+1?", "it is 2", "10 of 12",
+                 "a/model: 2 nodes, 4 ranks, 2 engines, steps 1 to 4", f"ended with code 6: {FATAL}", "max_staleness",
                  "killed by SIGKILL", "out/checkpoint-3", "1.16.0"):  # fmt: skip
         assert text in found["text"]
     first, all_, closer, *_, step = found["seen"]

@@ -4,8 +4,18 @@ import json
 import shutil
 
 import pytest
-from timeline.runs import AHEAD_S, BEGIN, STEPS, engine_lines, rank_lines, write_lines, write_run
+from timeline.runs import (
+    AHEAD_S,
+    BEGIN,
+    STEPS,
+    engine_lines,
+    rank_lines,
+    write_completions,
+    write_lines,
+    write_run,
+)
 
+from trl_multinode.tools.timeline.completions import read_completions
 from trl_multinode.tools.timeline.reading import TimelineError, read_run
 
 
@@ -131,3 +141,18 @@ def test_logs_come_from_the_trainers_state_if_the_run_has_no_file_of_its_own(tmp
     state.parent.mkdir()
     state.write_text(json.dumps({"log_history": [{"step": 1, "reward": 0.5}]}))
     assert read_run([tmp_path]).logs == [{"step": 1, "reward": 0.5}]
+
+
+def test_completions_are_those_of_the_newest_whole_file(tmp_path):
+    folder = tmp_path / "completions"
+    write_completions(folder, step=2, rows=3)
+    write_completions(folder, step=4, rows=12)
+    (folder / "completions_00006.parquet").write_bytes(b"PAR1 half")  # it is being written
+    found = read_completions([tmp_path])
+    assert (found["step"], found["of"], len(found["rows"])) == (4, 12, 10)
+    assert found["columns"] == ["prompt", "completion", "accuracy_reward", "advantage"]
+    advantages = [float(row[3]) for row in found["rows"]]
+    # row 2 has the smallest of 12, the rows in the middle are left out
+    assert advantages == sorted(advantages, reverse=True) and advantages[-1] == 0.2
+    assert found["rows"][-1] == ["user: 1+1?", "it is 2", "1", "0.2"]
+    assert read_completions([tmp_path / "none"]) == {}

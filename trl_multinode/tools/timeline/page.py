@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from ...overview import OVERVIEW
 from .lanes import COLORS, STEP_PHASES, Lane
 from .reading import Run
 from .table import step_seconds, title
@@ -72,6 +73,8 @@ def page_data(run: Run, steps: range) -> dict[str, Any]:
         "defaults": run.settings.get("defaults", {}),
         "versions": run.settings.get("versions", {}),
         "metrics": metrics(run.logs),
+        "overview": list(OVERVIEW.values()),
+        "completions": run.completions,
         "bars": bars(run, steps),
         "timeline": {
             "seconds": round(shown.end - begin, 4),

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from .completions import read_completions
 from .lanes import STEP_PHASES, Lane, PhaseLine, State, engine_lane, nested
 
 RANK = re.compile(r"rank(\d+)\.jsonl")
@@ -33,6 +34,7 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     logs: list[dict[str, Any]] = field(default_factory=list)  # of all attempts
     endings: dict[int, dict[str, Any]] = field(default_factory=dict)  # by node
+    completions: dict[str, Any] = field(default_factory=dict)  # of the newest log that has them
     # by step of the log: begin on the first rank
     starts: dict[int, float] = field(default_factory=dict)
 
@@ -109,6 +111,7 @@ def read_run(folders: Sequence[Path], attempt: int | None = None) -> Run:
         (line for line in reversed(read_settings(folders)) if line.get("attempt") == chosen), {}
     )
     run.logs = read_logs(folders)
+    run.completions = read_completions(folders)
     if chosen == attempts[-1]:  # a launch deletes the endings before it
         run.endings = _endings(folders)
     return run

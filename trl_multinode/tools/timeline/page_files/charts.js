@@ -44,10 +44,15 @@ function tip(event, lines) {
   box.style.top = `${event.clientY + 14}px`;
 }
 
+function axisName(context, name, left, width, height) {
+  context.textAlign = "center";
+  context.fillText(name, (left + width - 8) / 2, height - 5);
+}
+
 // Draws a metric. `points` are [step, value].
-function lineChart(canvas, points) {
-  const { context, width, height } = surface(canvas, 240);
-  const left = 56, bottom = 22, top = 8;
+function lineChart(canvas, points, tall) {
+  const { context, width, height } = surface(canvas, tall);
+  const left = 56, bottom = 34, top = 8;
   let low = Math.min(...points.map((point) => point[1])), high = Math.max(...points.map((point) => point[1]));
   if (low === high) { low -= 1; high += 1; }
   const first = points[0][0], last = points[points.length - 1][0];
@@ -56,13 +61,14 @@ function lineChart(canvas, points) {
   context.strokeStyle = style("--line");
   context.fillStyle = style("--dim");
   context.lineWidth = 1;
-  for (const value of ticks(low, high, 5)) {
+  for (const value of ticks(low, high, tall / 48)) {
     context.beginPath(); context.moveTo(left, y(value)); context.lineTo(width - 8, y(value)); context.stroke();
     context.textAlign = "right"; context.fillText(short(value), left - 6, y(value) + 4);
   }
-  for (const step of ticks(first, last, Math.max(2, width / 120))) {
-    context.textAlign = "center"; context.fillText(short(step), x(step), height - 6);
+  for (const step of ticks(first, last, Math.max(2, width / 120)).filter(Number.isInteger)) {
+    context.textAlign = "center"; context.fillText(short(step), x(step), height - 20);
   }
+  axisName(context, "step", left, width, height);
   context.strokeStyle = "#0072b2";
   context.lineWidth = 1.8;
   context.beginPath();
@@ -82,8 +88,8 @@ function lineChart(canvas, points) {
 
 // Draws one bar per step, stacked by phase. `rows` has the seconds of each phase by step; `most` is the highest bar.
 function barChart(canvas, bars, rows, most, phases) {
-  const { context, width, height } = surface(canvas, 96);
-  const left = 56, bottom = 18, top = 4;
+  const { context, width, height } = surface(canvas, 110);
+  const left = 56, bottom = 32, top = 4;
   const wide = (width - left - 8) / rows.length;
   const y = (seconds) => top + (height - top - bottom) * (1 - seconds / most);
   context.fillStyle = style("--dim");
@@ -102,8 +108,9 @@ function barChart(canvas, bars, rows, most, phases) {
   context.textAlign = "center";
   const every = Math.ceil(rows.length / Math.max(2, width / 70));
   bars.steps.forEach((step, index) => {
-    if (index % every === 0) context.fillText(String(step), left + (index + 0.5) * wide, height - 4);
+    if (index % every === 0) context.fillText(String(step), left + (index + 0.5) * wide, height - 18);
   });
+  axisName(context, "step", left, width, height);
   canvas.onmousemove = (event) => {
     const index = Math.floor((event.offsetX - left) / wide);
     if (!rows[index]) { tip(event, null); return; }

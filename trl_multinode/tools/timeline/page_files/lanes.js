@@ -1,5 +1,5 @@
 // The timeline: a lane per rank and engine, drawn for a window of time that the user moves.
-const LANE = 20, HEAD = 22, FOOT = 20, LABEL = 118, SMALL_LABEL = 84;
+const LANE = 20, HEAD = 22, FOOT = 34, LABEL = 118, SMALL_LABEL = 84;
 const SHAPES = { swap: ["\u25bc", "swap"], lost: ["\u2716", "lost"], restart: ["\u25b2", "restart"] };
 
 class Lanes {
@@ -105,8 +105,9 @@ class Lanes {
     context.fillStyle = style("--dim");
     context.textAlign = "center";
     for (const at of ticks(this.from, this.to, Math.max(2, this.wide / 110))) {
-      context.fillText(`${short(at + this.data.offset)} s`, this.x(at), height - 5);
+      context.fillText(`${short(at + this.data.offset)} s`, this.x(at), height - 19);
     }
+    axisName(context, "seconds since the start", this.label, this.canvas.clientWidth, height);
   }
 
   drawLabels(context, width) {

@@ -53,12 +53,36 @@ function fillEndings() {
   if (!box.childElementCount) box.append(element("p", "Nothing is recorded.", "hint"));
 }
 
+function fillOverview() {
+  const names = data.overview.filter((name) => name in data.metrics);
+  if (!names.length) by("overview").append(element("p", "The run has no logs.", "hint"));
+  const canvases = names.map((name) => {
+    const box = element("div"), canvas = element("canvas");
+    box.append(element("p", name, "hint"), canvas);
+    by("overview").append(box);
+    return canvas;
+  });
+  return () => canvases.forEach((canvas, index) => lineChart(canvas, data.metrics[names[index]], 150));
+}
+
+function fillCompletions() {
+  const { step, of, columns, rows } = data.completions, box = by("completions");
+  if (!rows) { box.append(element("p", "None are recorded; log_completions=True writes some with each log.", "hint")); return; }
+  const more = rows.length < of ? `: those of the highest and of the lowest advantage, ${rows.length} of ${of}` : "";
+  const made = table(columns, rows, "facts");
+  for (const name of ["prompt", "completion"]) {
+    const place = columns.indexOf(name) + 1;
+    for (const cell of place ? made.querySelectorAll(`td:nth-child(${place})`) : []) cell.replaceChildren(element("div", cell.textContent));
+  }
+  box.append(element("p", `Log of step ${step}${more}`, "hint"), made);
+}
+
 function fillMetrics() {
   const names = Object.keys(data.metrics), choice = by("metric");
   if (!names.length) { by("chart").replaceWith(element("p", "The run has no logs.", "hint")); choice.parentElement.remove(); return () => {}; }
   for (const name of names) choice.append(element("option", name));
   choice.value = ["reward", "rewards/mean", "loss"].find((name) => names.includes(name)) || names[0];
-  const draw = () => lineChart(by("chart"), data.metrics[choice.value]);
+  const draw = () => lineChart(by("chart"), data.metrics[choice.value], 240);
   choice.onchange = draw;
   return draw;
 }
@@ -116,7 +140,8 @@ function fillSettings() {
 fillHead();
 fillEndings();
 fillSettings();
-const drawn = [fillMetrics(), fillBars(), fillTimeline()];
+fillCompletions();
+const drawn = [fillOverview(), fillMetrics(), fillBars(), fillTimeline()];
 const redraw = () => drawn.forEach((draw) => draw());
 redraw();
 window.addEventListener("resize", redraw);

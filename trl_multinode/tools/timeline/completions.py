@@ -1,0 +1,49 @@
+"""Completions of a run, from the files that TRL writes with `log_completions=True`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+LONGEST = 2000  # characters of a text on the page
+SHOWN = 5  # of the highest, and as many of the lowest advantage
+
+
+def read_completions(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return columns and rows of the newest log with completions: those of highest, then those of lowest advantage."""
+    paths = [path for folder in folders for path in folder.glob("completions/*.parquet")]
+    for path in sorted(paths, key=lambda path: path.name, reverse=True):
+        if rows := _rows(path):
+            rows.sort(key=lambda row: -(row.get("advantage") or 0.0))
+            shown = rows if len(rows) <= 2 * SHOWN else [*rows[:SHOWN], *rows[-SHOWN:]]
+            columns = [name for name in rows[0] if name != "step"]
+            return {
+                "step": rows[0].get("step"),
+                "of": len(rows),
+                "columns": columns,
+                "rows": [[_cell(row[name]) for name in columns] for row in shown],
+            }
+    return {}
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file; none of one that is being written."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return parquet.read_table(path).to_pylist()
+    except (ArrowException, OSError):
+        return []
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        value = "\n".join(map(_message, value))
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+
+
+def _message(message: Any) -> str:
+    if not isinstance(message, dict):
+        return str(message)
+    parts = [message.get("content"), message.get("tool_calls")]
+    return f"{message.get('role')}: {' '.join(str(part) for part in parts if part)}"
