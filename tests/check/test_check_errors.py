@@ -247,6 +247,8 @@ OF_LIBRARIES = [
     Row("nofile.json", ["--deepspeed", "nofile.json"]),
     Row("`fsdp`", ["--fsdp", "full_shard"]),
     Row("both", ["--bf16", "true", "--fp16", "true"]),
+    Row("mixed_precision: bf16", ["--fp16", "true"], {"mixed_precision": "bf16"}),
+    Row("mixed_precision: fp16", file={"mixed_precision": "fp16"}),
     Row("model_init_kwargs", ["--model_init_kwargs", "notjson"]),
     Row("auto_find_batch_size", ["--auto_find_batch_size", "true"]),
 ]

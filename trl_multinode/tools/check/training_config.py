@@ -48,6 +48,7 @@ def config_problems(config: Any, launch: Launch) -> Iterator[Problem]:
             if script.node_mode:
                 _check_call(config, launch)
             _check_tracker(config)
+            _check_precision(config, launch)
         except ValueError as error:  # a `ConfigurationError`, or one of TRL or transformers
             yield problem_of(error)
 
@@ -113,6 +114,17 @@ def _check_call(config: Any, launch: Launch) -> None:
     check_dora(call["model"], config, adapter)
     if launch.args.use_fsdp:  # `zero_problems` reports the key that a push needs under ZeRO-3
         check_push(config, call)
+
+
+def _check_precision(config: Any, launch: Launch) -> None:
+    """Refuse a file for another half precision than the script's arguments choose, which would win without a word."""
+    chosen = next((name for name in ("bf16", "fp16") if getattr(config, name)), "no")
+    given = launch.args.mixed_precision
+    if given in ("bf16", "fp16") and chosen not in ("no", given):
+        raise ValueError(
+            f"`mixed_precision: {given}` of the file has no effect: the script's arguments choose {chosen} (TRL's "
+            f"default is bf16). Write `mixed_precision: {chosen}` in the file, or pass `--{given} true` to the script"
+        )
 
 
 def _check_tracker(config: Any) -> None:
