@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from trl_multinode.tools import main
+from trl_multinode.tools.text import PACKAGE
 
 pytestmark = pytest.mark.nightly  # a rarely changed kind; SLURM's script decides in every run
 
@@ -45,7 +46,7 @@ def test_the_task_has_the_nodes_their_gpus_and_the_launch(render):
     words = ["c.yaml", "--timeout", "600", "train.py", "--output_dir", "$OUT"]
     assert launch_of(task["run"]) == ["trl-multinode", "launch", *words]
     assert "export OUT=/runs/a\n" in task["run"]
-    assert "trl-multinode[gpu]" in task["setup"] and "bin/activate" in task["run"]
+    assert f"'{PACKAGE}'" in task["setup"] and "bin/activate" in task["run"]
 
 
 def test_a_setup_of_the_users_own_follows_the_activation(render):
@@ -58,9 +59,7 @@ def test_a_local_package_is_in_the_image_before_pip_looks_for_it(render):
     assert lines.index("COPY . .") < lines.index("RUN pip install --no-cache-dir './[gpu]'")
     # the layer of one from an index stays when the folder changes
     lines = render("docker").splitlines()
-    assert lines.index("COPY . .") > lines.index(
-        "RUN pip install --no-cache-dir 'trl-multinode[gpu]'"
-    )
+    assert lines.index("COPY . .") > lines.index(f"RUN pip install --no-cache-dir '{PACKAGE}'")
 
 
 def test_an_image_takes_the_place_of_the_installation(render):
@@ -77,9 +76,7 @@ def test_a_kind_of_gpu_is_needed(render):
 def test_the_image_starts_a_node_by_itself(render):
     text = render("docker", "--env", 'A=b "c" $d', "--setup", "echo hello", "--base", "debian:13")
     lines = text.splitlines()
-    assert (
-        "FROM debian:13" in lines and "RUN pip install --no-cache-dir 'trl-multinode[gpu]'" in lines
-    )
+    assert "FROM debian:13" in lines and f"RUN pip install --no-cache-dir '{PACKAGE}'" in lines
     assert "COPY . ." in lines and r'ENV A="b \"c\" \$d"' in lines
     assert 'ENV TORCH_ELASTIC_SHUTDOWN_TIMEOUT="605"' in lines
     bash, option, shell = json.loads(lines[-1].removeprefix("CMD "))

@@ -111,6 +111,30 @@ def test_the_help_names_arguments_that_exist_with_their_choices(capsys):
 
 
 @pytest.mark.nightly
+def test_the_whole_help_has_every_argument_once_in_the_group_of_its_library(capsys):
+    assert main(["grpo", "--help-all"]) == 0
+    group, found = "", {}
+    for line in capsys.readouterr().out.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            group = line.removesuffix(":")
+        elif line.startswith("  -"):
+            flag = line.split()[0].rstrip(",")
+            assert found.setdefault(flag, group) == group
+    parser = trl_multinode.examples.grpo.make_parser()
+    assert {action.option_strings[0] for action in parser._actions} == found.keys()
+    parts = {
+        "--max_staleness": "node mode",
+        "--beta": "TRL",
+        "--max_steps": "training",
+        "--reward_funcs": "rewards",
+        "--lora_r": "model",
+        "--dataset_name": "data",
+    }
+    for flag, part in parts.items():
+        assert part in found[flag]
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("text", "message"), [("a: b: c", "no valid YAML"), ("- 1", "holds no keys")]
 )

@@ -7,10 +7,13 @@ mistyped one is an error before any process starts.
 import argparse
 import tempfile
 import textwrap
+from collections import defaultdict
 from contextlib import ExitStack
-from dataclasses import fields
+from copy import copy
+from dataclasses import fields, make_dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
@@ -59,6 +62,19 @@ HELP = {
 }
 
 
+USAGE = f"{PROG} [--config FILE.yaml] ARGUMENTS"
+FIELDS = "__dataclass_fields__"
+# Class or library that has an argument first -> title of its group
+ORIGINS = {
+    "ScriptArguments": "data",
+    "GRPOScriptArguments": "data and rewards of this script",
+    "ModelConfig": "model",
+    "trl_multinode": "node mode (docs/use/settings.md)",
+    "trl": "TRL",
+    "transformers": "training (transformers)",
+}
+
+
 def main(argv: list[str]) -> int:
     """Launch this node's share of a run.
 
@@ -68,9 +84,11 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"}.intersection(argv):
         print_help()
         return 0
+    if "--help-all" in argv:
+        print_all_help()
+        return 0
     from accelerate.commands.launch import launch_command, launch_command_parser
 
-    argv = ["--help" if word == "--help-all" else word for word in argv]
     launcher = launch_command_parser()
     with ExitStack() as stack:
         script, launch = split(argv, launcher, stack)
@@ -86,7 +104,7 @@ def print_help() -> None:
         choices = "{" + one.range.replace('`"', "").replace('"`', "").replace(", ", ",") + "}"
         value = choices if is_choice else one.kind.partition("[")[0].upper()
         node_mode[f"--{one.name} {value}"] = one.text.partition(". ")[0].rstrip(".")
-    print(f"usage: {PROG} [--config FILE.yaml] ARGUMENTS\n\nGRPO on this node of a launch. {MORE}")
+    print(f"usage: {USAGE}\n\nGRPO on this node of a launch. {MORE}")
     for group, arguments in {**HELP, "node mode (docs/use/settings.md)": node_mode}.items():
         print(f"\n{group}:")
         for argument, text in arguments.items():
@@ -95,6 +113,31 @@ def print_help() -> None:
             head = f"  {argument:<37} " if len(argument) < 38 else f"  {argument}\n{indent}"
             lines = textwrap.wrap(text, 118, initial_indent=indent, subsequent_indent=indent)
             print(head + "\n".join(lines).lstrip())
+
+
+def print_all_help() -> None:
+    """Print every argument of the script, in a group for each library whose class has it first."""
+    from transformers import HfArgumentParser
+
+    from ..examples.grpo import make_parser
+
+    groups: dict[str, list[Any]] = defaultdict(list)
+    for kind in make_parser().dataclass_types:
+        hints = get_type_hints(kind)
+        for field in filter(attrgetter("init"), fields(kind)):
+            bases = [base for base in kind.__mro__ if field.name in vars(base).get(FIELDS, ())]
+            groups[_origin(bases[-1])].append((field.name, hints[field.name], copy(field)))
+    kinds = []
+    for title, members in groups.items():
+        kinds.append(make_dataclass("Arguments", members, kw_only=True))
+        kinds[-1]._argument_group_name = title  # type: ignore[attr-defined]  # read by transformers
+    print(HfArgumentParser(kinds, prog=PROG, description=MORE, usage=USAGE).format_help())
+
+
+def _origin(kind: type) -> str:
+    if kind.__name__ in ORIGINS:
+        return ORIGINS[kind.__name__]
+    return ORIGINS[kind.__module__.partition(".")[0]]
 
 
 def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], list[str]]:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from rich.table import Table
 
+# What pip installs on a node and in an image; after the first release `trl-multinode[gpu]`
+PACKAGE = "trl-multinode[gpu] @ git+https://github.com/trl-multinode/trl-multinode"
+
 
 def count(number: int, noun: str) -> str:
     """Return a number with its noun."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...run.versions import MISSING, local_versions
 from ..check.rules_nodes import DEFAULT_PORT
+from ..text import PACKAGE
 from .case import Case
 from .facts import Fact, Finding
 
@@ -61,7 +62,7 @@ def examine_versions(case: Case) -> Iterator[Fact | Finding]:
                 "error",
                 "versions",
                 f"{name} is not installed on this node (got none, expected a version)",
-                "run `pip install 'trl-multinode[gpu]'` in the environment of the run",
+                f"run `pip install '{PACKAGE}'` in the environment of the run",
             )
 
 

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from ...wire.secret_names import has_secret_form, is_secret_name
-from ..text import fill, write_new
+from ..text import PACKAGE, fill, write_new
 from .job import Job, JobError, check_script, read_job
 
 PROG = "trl-multinode render"
 BASE = "nvidia/cuda:13.0.2-devel-ubuntu24.04"
-PACKAGE = "trl-multinode[gpu]"
+INSTALLED = {
+    "default": PACKAGE,
+    "help": f"what pip installs, as in --package './[gpu]' (default: {PACKAGE})",
+}
 IN_PRIVATE = (
     "Keep it in a file on the nodes that only you may read, as in `export HF_TOKEN=...`, and use "
     "`--setup 'source ~/secrets.env'`."
@@ -217,6 +220,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
     "skypilot": {
         "--gpu": {"metavar": "NAME", "help": "kind of GPU in SkyPilot's words, as in --gpu H100"},
         "--image": {"help": "container image with this package, which is installed otherwise"},
+        "--package": INSTALLED,
         "--spot": {"action": "store_true", "help": "spot instances"},
         "--bucket": {
             "type": _pattern("(.*://.*):(/[^:]*)", "a URL and a path, as in s3://runs:/runs"),
@@ -227,9 +231,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
     },
     "docker": {
         "--base": {"default": BASE, "help": f"image to start from, with Debian's packages (default: {BASE})"},
-        "--package": {
-            "default": PACKAGE, "help": f"what pip installs, as in --package './[gpu]' (default: {PACKAGE})"
-        },
+        "--package": INSTALLED,
     },
 }  # fmt: skip
 
