@@ -46,7 +46,7 @@ def draw(recorded: dict, path: Path) -> None:
         logs = {name: value for name, value in entry.items() if name != "step"}
         is_step = "perf/step_s" in logs
         line = step_line(logs, step, recorded["max_steps"]) if is_step else other_line(logs, step)
-        console.print(line, highlight=True, soft_wrap=False)
+        console.print(line, highlight=False)
         if is_step and step == last and (table := node_table(logs, step)) is not None:
             console.print(table)
     console.save_svg(str(path), title="rank 0", unique_id="log")

@@ -210,7 +210,7 @@ class Report:
             self.run["best_constant"], linestyle=":", color="gray", label="best constant answer"
         )
         axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05), title=self._title())
-        axes.legend(loc="center right")
+        figure.legend(loc="outside lower center", ncols=2)  # below, where it covers no step
         figure.savefig(path, dpi=120)
         pyplot.close(figure)
 

@@ -96,7 +96,8 @@ def draw(record: dict, path: Path) -> None:
     )
     end = syncs[-1][0] + syncs[-1][1]
     axes.set(xlabel="seconds", ylabel="completion", xlim=(-0.1 * end, 1.05 * end), title=title)
-    axes.legend(*(found[:1] for found in axes.get_legend_handles_labels()), loc="lower right")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[:1], labels[:1], loc="outside lower center")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
