@@ -9,20 +9,23 @@ SHOWN = 5  # of the highest, and as many of the lowest advantage
 
 
 def read_completions(folders: Sequence[Path]) -> dict[str, Any]:
-    """Return columns and rows of the newest log with completions: those of highest, then those of lowest advantage."""
+    """Return columns and rows of the newest log with completions; nothing if no file can be read."""
     paths = [path for folder in folders for path in folder.glob("completions/*.parquet")]
-    for path in sorted(paths, key=lambda path: path.name, reverse=True):
-        if rows := _rows(path):
-            rows.sort(key=lambda row: -(row.get("advantage") or 0.0))
-            shown = rows if len(rows) <= 2 * SHOWN else [*rows[:SHOWN], *rows[-SHOWN:]]
-            columns = [name for name in rows[0] if name != "step"]
-            return {
-                "step": rows[0].get("step"),
-                "of": len(rows),
-                "columns": columns,
-                "rows": [[_cell(row[name]) for name in columns] for row in shown],
-            }
-    return {}
+    newest = sorted(paths, key=lambda path: path.name, reverse=True)
+    return next((_shown(rows) for rows in map(_rows, newest) if rows), {})
+
+
+def _shown(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the rows of the highest, then those of the lowest advantage."""
+    rows.sort(key=lambda row: -(row.get("advantage") or 0.0))
+    ends = rows if len(rows) <= 2 * SHOWN else [*rows[:SHOWN], *rows[-SHOWN:]]
+    columns = [name for name in rows[0] if name != "step"]
+    return {
+        "step": rows[0].get("step"),
+        "of": len(rows),
+        "columns": columns,
+        "rows": [[_cell(row[name]) for name in columns] for row in ends],
+    }
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
