@@ -127,10 +127,13 @@ def print_all_help() -> None:
         for field in filter(attrgetter("init"), fields(kind)):
             bases = [base for base in kind.__mro__ if field.name in vars(base).get(FIELDS, ())]
             groups[_origin(bases[-1])].append((field.name, hints[field.name], copy(field)))
-    kinds = []
-    for title, members in groups.items():
-        kinds.append(make_dataclass("Arguments", members, kw_only=True))
-        kinds[-1]._argument_group_name = title  # type: ignore[attr-defined]  # read by transformers
+    kinds = [
+        # transformers reads the title of a group there
+        make_dataclass(
+            "Arguments", members, kw_only=True, namespace={"_argument_group_name": title}
+        )
+        for title, members in groups.items()
+    ]
     print(HfArgumentParser(kinds, prog=PROG, description=MORE, usage=USAGE).format_help())
 
 
