@@ -68,6 +68,8 @@ COLLECTIVES = {
     "images": {"gather"},  # a flag per round, of models with images and sharded weights
     "rollouts.text_logging": {"gather_object"},
     "rollouts.one_prompt": {"gather"},  # a number per row and round, where groups straddle ranks
+    # sums of all rows for the log and the alarm, once per optimizer step, where TRL has five gathers per round
+    "rollouts.loss_scores": {"all_reduce"},
     "weights.source": {"GatheredParameters", "full_tensor"},
     # of a tensor of few rows under FSDP2, in the world
     "weights.even_pieces": {"all_to_all_single"},

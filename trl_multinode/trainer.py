@@ -19,6 +19,7 @@ from .node_settings import NodeSettings
 from .node_trainer import RewardedNodeTrainer
 from .rehearsal.rehearsal import Rehearsal
 from .rollouts.generation import Prompts
+from .rollouts.loss_scores import ORIGIN, LossScores, moves_the_generator
 from .rollouts.making import GroupMaker
 from .rollouts.monitor import DivergenceMonitor
 from .rollouts.recorded import joined
@@ -60,6 +61,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     _recorder: Recorder | None = None  # of whole rollouts, if they run ahead of their round
     _scorer: GroupScorer | None = None  # of groups, before their round
     _again: SamplingAgain | None = None  # of groups with equal rewards, with `dynamic_sampling`
+    _loss_scores: LossScores | None = None  # in the place of TRL's scoring pass
     _ratio_check: RatioCheck | None = None  # of a loss of the user's own, with rounds ahead
     _first_row = 0  # of the batch that generates, among the rows of this rank
 
@@ -71,6 +73,9 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
         self._monitor = DivergenceMonitor(host, self.args, self.vllm_generation)
+        self._loss_scores = LossScores(
+            self, self._monitor, self._meter, partial(reason_to_score, self)
+        )
         self._upcoming: UpcomingBatches | None = None
         self._tool_calls = ToolCalls.of(host, host.settings.tool_errors == "raise")
         self._tool_failures: list[RolloutError] = []
@@ -115,6 +120,11 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if self._scorer is not None:
             self._scorer.close()
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self._loss_scores is not None:
+            self._loss_scores.begin()
+        return super().train(*args, **kwargs)
+
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, torch.Tensor | int | None]:
@@ -135,7 +145,11 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         return self._ratio_check.watched(inputs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._loss_scores is not None:
+            self._loss_scores.decide()
         loss = super().training_step(*args, **kwargs)
+        if self._loss_scores is not None:
+            self._loss_scores.give_metrics(self._metrics["train"])
         if self._ratio_check is not None and self.accelerator.sync_gradients:
             self._ratio_check.check()
         return loss
@@ -150,12 +164,15 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
         def make() -> dict[str, Any]:
             rows = self._rows_to_train(inputs)
-            with self._replaying(len(rows)):
+            with self._replaying(len(rows)), self._loss_scores.in_place_of_pass():  # type: ignore[union-attr]
                 return score(with_lists_of_images(rows))
 
         # a `rollout_func` may generate fewer in its first call
         self.vllm_generation.seeds.num_rows = len(inputs)
         output = self._one_round(make)
+        if self._loss_scores.is_for(output):  # type: ignore[union-attr]
+            generation = self.vllm_generation
+            self._loss_scores.add_round(output, generation.stale, generation.generated)  # type: ignore[union-attr]
         if self.model.training:
             self._meter.add_weights(output)
             if self.host.settings.in_flight:
@@ -228,7 +245,25 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             return num_rows  # one wait for all, as TRL calls a `rollout_func`, or groups that straddle ranks
         return self.num_generations
 
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        if self._loss_scores is None or ORIGIN not in inputs:
+            return super()._compute_loss(model, inputs)
+        with self._loss_scores.of(inputs) as batch:
+            loss = super()._compute_loss(model, batch)
+        if self.accelerator.sync_gradients:
+            self._loss_scores.judge()
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
+        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._loss_scores is not None and torch.is_grad_enabled():
+            self._loss_scores.add(found[0].detach())
+        return found
+
     def _check_completions(self, output: dict[str, Any]) -> tuple[int, int]:
+        if self._loss_scores.is_for(output):  # type: ignore[union-attr]
+            self._monitor.check_engine(output)
+            return 0, 0  # the losses count
         return self._monitor.check(output, stale=self.model.training and self.vllm_generation.stale)
 
     def _tokenize_prompts(self, prompts: list) -> tuple[Prompts, list[list] | None, dict[str, Any]]:
@@ -274,3 +309,27 @@ def runs_ahead(trainer: MultiNodeGRPOTrainer, settings: NodeSettings) -> bool:
     is_agent = trainer.tools or trainer.rollout_func or trainer.environment_factories
     # TRL builds prompts with images only while it scores them, so a group's thread does so ahead
     return bool(is_agent) or may_have_images(trainer.train_dataset, trainer._is_vlm)
+
+
+# Methods of TRL's trainer between whose calls the losses take the place of the scoring pass
+OF_SCORES = (
+    *LOSSES,
+    "_generate_and_score_completions",
+    "_get_per_token_logps_and_entropies",
+)
+
+
+def reason_to_score(trainer: MultiNodeGRPOTrainer) -> str | None:
+    """Return why TRL's scoring pass is needed, the same on every rank. A collective of all training ranks."""
+    args = trainer.args
+    every = args.steps_per_generation * trainer.num_iterations
+    if args.gradient_accumulation_steps % every:
+        return (
+            f"`gradient_accumulation_steps` {args.gradient_accumulation_steps} is no multiple of steps_per_generation "
+            f"x num_iterations = {every}, so rows are trained after a step that follows their round"
+        )
+    if (owner := owner_of(type(trainer), *OF_SCORES)) is not None:
+        return f"`{owner.__name__}` replaces one of {', '.join(OF_SCORES)}"
+    if moves_the_generator(trainer):
+        return "the model draws random numbers in training, as dropout does, so two passes differ"
+    return None

@@ -22,6 +22,7 @@ PER_TOKEN = {
     "old_per_token_logps": 0,
     "ref_per_token_logps": 0,
     "sampling_per_token_logps": 0,
+    "present_logps": 0,  # of `rollouts/loss_scores.py`
     "importance_sampling_ratio": 1,
 }
 MASKS = ("prompt_mask", "completion_mask")  # rows omit them, because the lengths determine them

@@ -91,12 +91,8 @@ class DivergenceMonitor:
             `LogprobDivergenceError`: if the mean difference exceeds the limit, or if more than 1 % of the trained
                 tokens have a NaN log-prob; the message names node, rank and weight version.
         """
-        if self.limit:
-            self._turn_off_for(self._generation)  # a callback may have changed its settings
-        mask = (
-            output["completion_mask"].bool()
-            & output.get("tool_mask", output["completion_mask"]).bool()
-        )
+        self._follow_settings()
+        mask = trained_mask(output).bool()
         trained = mask.nonzero(as_tuple=True)  # once, because it makes the host wait for the device
         scores = {
             side: output[key][trained].float() for side, key in SIDES.items() if key in output
@@ -119,10 +115,53 @@ class DivergenceMonitor:
                 self._judge(scores)
         return counts
 
+    def _follow_settings(self) -> None:
+        if self.limit:
+            self._turn_off_for(self._generation)  # a callback may have changed its settings
+
+    def check_engine(self, output: dict) -> None:
+        """Raise if too many log-probs of the engine are NaN, before the losses have those of the trainer."""
+        self._follow_settings()
+        trained = trained_mask(output).bool()
+        scores = {"engine": output[SIDES["engine"]][trained]}
+        check_nan(self._where, scores, self._generation.used.version, self._generation.version)
+
+    def present_logps(self, output: dict, stale: bool) -> torch.Tensor:
+        """
+        Return what the engines' present weights give to a round's tokens, shape `(rows, completion)`: what they gave
+        when they generated, or for stale completions the score of the row that `ask` requested; NaN: not known.
+        """
+        sampled = output[SIDES["engine"]]
+        if not stale:
+            return sampled.clone()
+        found = torch.full_like(sampled, torch.nan)
+        if self._requested is not None and (row := self._requested[0]) < len(found):
+            scored = self._fetched()
+            found[row, : len(scored)] = scored.to(found)
+            trained = trained_mask(output)[row].bool()
+            scores = {"engine": found[row][: len(scored)][trained[: len(scored)]]}
+            check_nan(self._where, scores, self._generation.version, self._generation.version)
+        return found
+
+    def judge_sums(self, difference: float, compared: float, tokens: int, nan: int) -> None:
+        """Do what `check` does with the sums of this rank's rows of a round.
+
+        Args:
+            difference (`float`), compared (`float`):
+                Sum of the differences between engine and trainer, and number of tokens in it.
+            tokens (`int`), nan (`int`):
+                Trained tokens, and those of them for which the trainer has NaN.
+        """
+        raise_for_nan(self._where, tokens, nan, ["trainer"], self._generation.version)
+        self._judge_mean(difference / compared if compared else 0.0)
+
     def _judge(self, scores: dict[str, torch.Tensor]) -> None:
         difference = (scores["trainer"] - scores["engine"]).abs()
         # 0 if there is no number
-        self.last = difference.nanmean().nan_to_num(posinf=float("inf")).item()
+        self._judge_mean(difference.nanmean().nan_to_num(posinf=float("inf")).item())
+
+    def _judge_mean(self, difference: float) -> None:
+        self.last = difference
         if self.limit and self.last > self.limit:
             kwargs = ", ".join(self._host.settings.engine_kwargs) or "none set"
             raise LogprobDivergenceError(
@@ -159,16 +198,28 @@ class DivergenceMonitor:
     def _rescored(self, output: dict, mask: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the log-probs of the trained tokens of the row that `ask` chose; none if its engine has ended."""
         assert self._requested is not None
-        row, kept, client, request_id = self._requested
+        row = self._requested[0]
+        scored = self._fetched()
+        trained = mask[row][: len(scored)].cpu()
+        own = output[SIDES["trainer"]][row][: len(scored)].float().cpu()
+        return {"engine": scored[trained], "trainer": own[trained]} if len(scored) else {}
+
+    def _fetched(self) -> torch.Tensor:
+        """Wait for the score that `ask` requested; empty if its engine has ended."""
+        assert self._requested is not None
+        _, kept, client, request_id = self._requested
         self._requested = rollout = None
         with client.loss_accepted():
             rollout = client.scored(request_id) if client.lost is None else None
         if rollout is None:
-            return {}
-        scored = torch.from_numpy(rollout.logprobs[-kept:].copy())
-        trained = mask[row][:kept].cpu()
-        own = output[SIDES["trainer"]][row][:kept].float().cpu()
-        return {"engine": scored[trained], "trainer": own[trained]}
+            return torch.empty(0)
+        return torch.from_numpy(rollout.logprobs[-kept:].copy())
+
+
+def trained_mask(output: Any) -> torch.Tensor:
+    """Return 1 for the completion tokens that are trained: neither padding, nor cut, nor of a tool."""
+    mask = output["completion_mask"]
+    return mask * output["tool_mask"] if output.get("tool_mask") is not None else mask
 
 
 def check_nan(
@@ -194,14 +245,22 @@ def check_nan(
         return 0, 0
     nan = torch.stack([values.isnan() for values in scores.values()])
     tokens, count = nan.shape[1], int(nan.any(0).sum())
+    sides = [side for side, found in zip(scores, nan.any(1).tolist(), strict=True) if found]
+    version = trainer_version if "trainer" in sides else engine_version
+    raise_for_nan(where, tokens, count, sides, version)
+    return tokens, count
+
+
+def raise_for_nan(
+    where: str, tokens: int, count: int, sides: list[str], version: WeightVersion
+) -> None:
+    """Raise if `count` of so many trained tokens, those whose log-prob is NaN on one of `sides`, are too many."""
     if count > NAN_LIMIT * tokens:
-        sides = [side for side, found in zip(scores, nan.any(1).tolist(), strict=True) if found]
         raise LogprobDivergenceError(
             f"{where}: {100 * count / tokens:.1f} % of the trained tokens ({count} of {tokens}) have a NaN log-prob "
-            f"(limit {100 * NAN_LIMIT:g} %), from the {' and the '.join(sides)}, with the weights of "
-            f"{trainer_version if 'trainer' in sides else engine_version}. {NAN_CURES[sides[-1]]}"
+            f"(limit {100 * NAN_LIMIT:g} %), from the {' and the '.join(sides)}, with the weights of {version}. "
+            f"{NAN_CURES[sides[-1]]}"
         )
-    return tokens, count
 
 
 def noise_of(model: Any) -> str:

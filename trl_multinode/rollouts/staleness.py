@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..wire.messages import WeightVersion
+from .monitor import trained_mask
 from .rounds import Rounds
 
 # Of an engine since its start: busy seconds, all seconds, row-seconds over slots, seconds with under 10 % of the rows
@@ -150,9 +151,13 @@ class StalenessMeter:
 
     def add_weights(self, output: dict) -> None:
         """Add the importance weights in an output of TRL's `_generate_and_score_completions`."""
-        if "old_per_token_logps" not in output or "sampling_per_token_logps" not in output:
-            return
-        mask = output["completion_mask"] * output.get("tool_mask", output["completion_mask"])
+        if "old_per_token_logps" in output and "sampling_per_token_logps" in output:
+            self.add_weight_sums(self.weight_sums(output))
+
+    def weight_sums(self, output: dict) -> torch.Tensor:
+        """Return the sums of these weights, on their device: of the weights, of their squares, of the clipped ones,
+        and of all of them."""
+        mask = trained_mask(output)
         difference = (
             output["old_per_token_logps"] - output["sampling_per_token_logps"]
         ).nan_to_num(nan=0.0) * mask
@@ -163,13 +168,19 @@ class StalenessMeter:
         low = -1.0 if self._low is None else self._low
         high = float("inf") if self._high is None else self._high
         is_clipped = (weights < low) | (weights > high)
-        found = [weights.sum(), weights.square().sum(), is_clipped.double().sum()]
+        every = torch.ones_like(weights)
+        return torch.stack(
+            [each.double().sum() for each in (weights, weights.square(), is_clipped, every)]
+        )
+
+    def add_weight_sums(self, sums: torch.Tensor) -> None:
+        """Add results of `weight_sums`."""
         # once, because it makes the host wait for the device
-        total, squared, clipped = torch.stack(found).tolist()
+        total, squared, clipped, count = sums.tolist()
         self._sums.weights += total
         self._sums.weights_squared += squared
         self._sums.clipped += clipped
-        self._sums.tokens += weights.numel()
+        self._sums.tokens += count
 
     def take(
         self,

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from copy import copy
 from pathlib import Path
 
 os.environ.setdefault("RANK", "0")
@@ -98,21 +99,23 @@ class Replayed:
 def compared(trainer, output: dict) -> list:
     """Names of the tensors that differ from those of TRL's own method on the rows that were taken, and both losses."""
     generation, trainer.compares = trainer.vllm_generation, True
+    scores, trainer._loss_scores = trainer._loss_scores, copy(trainer._loss_scores)
     rows = [row for group in generation.rounds.taken for row in group.inputs]
     trainer.vllm_generation = Replayed(generation.used.rows)
     expected = trl.GRPOTrainer._generate_and_score_completions(trainer, rows)
     trainer.vllm_generation, trainer.compares = generation, False
-    assert expected.keys() == output.keys()
+    scored = {"old_per_token_logps", "importance_sampling_ratio"}  # by the loss itself
+    assert expected.keys() - scored == output.keys() - {"origin", "present_logps"}
     different = [
         name
         for name, value in expected.items()
-        if isinstance(value, torch.Tensor) and not value.equal(output[name])
+        if name not in scored and isinstance(value, torch.Tensor) and not value.equal(output[name])
     ]
     losses = []
     for tensors in (expected, output):
         trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-        with torch.no_grad():
-            losses.append(trainer.compute_loss(trainer.model, dict(tensors)).item())
+        losses.append(trainer._compute_loss(trainer.model, dict(tensors)).item())
+    trainer._loss_scores = scores
     return [different, losses, len(expected)]
 
 

@@ -244,6 +244,14 @@ def with_first_batch_kept(trainer) -> None:
         return dict(trainer.batches[-1])
 
     trainer._generate_and_score_completions = kept
+    if (scores := getattr(trainer, "_loss_scores", None)) is not None:
+        add, trainer.ratios = scores.add, []
+
+        def added(logps):
+            add(logps)
+            trainer.ratios.append(scores._batch["importance_sampling_ratio"].flatten())
+
+        scores.add = added
     trainer.train()
 
 
@@ -256,7 +264,9 @@ def compared_with_autograd(trainer) -> dict:
         .max()
         .item()
     )
-    ratios = torch.cat([batch["importance_sampling_ratio"].flatten() for batch in trainer.batches])
+    # TRL's arm has them in its rounds
+    of_rounds = [batch.get("importance_sampling_ratio") for batch in trainer.batches]
+    ratios = torch.cat(getattr(trainer, "ratios", None) or [one.flatten() for one in of_rounds])
     print(
         f"gradient off by {error:.1e}, ratios {ratios.min():.5f} to {ratios.max():.5f}", flush=True
     )

@@ -104,9 +104,15 @@ def noticed(trainer) -> dict:
     perturb(trainer.model)
     trainer.weights_changed()
     rows = [{"prompt": PROMPTS[0]} for _ in range(4)]
-    stale_head = message(lambda: trainer._generate_and_score_completions(rows))
+    stale_head = message(lambda: loss_of_a_round(trainer, rows))
     sync(trainer)
     return {"lost": lost, "healed_again": healed, "stale_head": stale_head}
+
+
+def loss_of_a_round(trainer, rows: list[dict]) -> None:
+    """The round and its loss, as in the last micro-step of an optimizer step; the alarm precedes the backward pass."""
+    trainer.accelerator.gradient_state._set_sync_gradients(True)
+    trainer.compute_loss(trainer.model_wrapped, trainer._generate_and_score_completions(rows))
 
 
 def generate_once(trainer, num_tokens: int = 4) -> None:

@@ -15,10 +15,11 @@ from .training import (
     training_memory,
 )
 
-# Assumed: share of the peak rate in training; passes beside forward and backward, in units of these: activations that
-# are computed again and the pass that scores a round, a third each
-MODEL_FLOPS_SHARE, PASSES = 0.4, 5 / 3
-GATHERS = 4  # of the whole model per micro-batch: scoring, forward, backward, and the gradients
+# Assumed: share of the peak rate in training; passes in units of forward and backward: these, and activations that are
+# computed again, a third; gathers of the whole model per micro-batch: forward, backward, and the gradients
+MODEL_FLOPS_SHARE, PASSES, GATHERS = 0.4, 4 / 3, 3
+# TRL's colocation scores a round in one more pass, which node mode leaves out (`rollouts/loss_scores.py`)
+SCORING_PASS = 1 / 3
 NODE_LINK = 400e9  # assumed, bytes per second between the GPUs of a node
 HOST_LINK = Rates().locked  # bytes per second of a GPU's link to host memory
 WAKE_S = 1.0  # assumed, of a sleeping engine beside the copies
@@ -104,14 +105,17 @@ def train_seconds(task: Task, layout: Layout) -> float:
     model, rows, peak = task.model, task.rows, task.cluster.gpu.peak
     assert peak is not None  # the caller checks
     tokens = rows.prompt + rows.mean
+    is_split = layout.reserved > 0
+    passes = PASSES if is_split else PASSES + SCORING_PASS
+    gathers = GATHERS if is_split else GATHERS + 1
     operations = (
-        rows.number * PASSES * (model.operations * tokens + model.square_operations * tokens**2)
+        rows.number * passes * (model.operations * tokens + model.square_operations * tokens**2)
     )
     compute = operations / (layout.training * peak * MODEL_FLOPS_SHARE)
     micro_steps = max(
         1.0, rows.number / layout.training * tokens / (layout.micro_rows * task.row_tokens)
     )
-    return max(compute, micro_steps * GATHERS * gather_seconds(task))
+    return max(compute, micro_steps * gathers * gather_seconds(task))
 
 
 def gather_seconds(task: Task) -> float:

@@ -1,0 +1,278 @@
+"""The loss pass's own log-probs in the place of TRL's scoring pass, where both are those of the same weights.
+
+With vLLM, TRL computes `old_per_token_logps` of every round in a pass without gradients, for its importance-sampling
+correction. If no optimizer step lies between a round and the losses of its rows, the loss pass has the same numbers.
+TRL leaves the pass out by this rule when it does not correct, so the correction is turned off while it scores a round,
+and the ratio is computed in the loss, before TRL reads it. What TRL and the check of the engines read of the scores is
+collected there too, for the rank that generated a row, and judged before the last backward pass of the optimizer step:
+under DeepSpeed that one is already the step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..libraries import replaced
+from ..run.reporter import report
+from .monitor import DivergenceMonitor, trained_mask
+from .staleness import StalenessMeter
+
+# TRL's fields of a batch
+RATIO, SAMPLED, SCORED = (
+    "importance_sampling_ratio",
+    "sampling_per_token_logps",
+    "old_per_token_logps",
+)
+# Fields that this module adds to a round: the place of its generating rank in the sums, and what the engines' present
+# weights give to its tokens (NaN: not asked), if other weights have generated them
+ORIGIN, PRESENT = "origin", "present_logps"
+LOGGED = ("sampling/sampling_logp_difference", "sampling/importance_sampling_ratio")
+
+
+class LossScores:
+    """
+    Scores of the rows of an optimizer step, collected in its losses.
+
+    Args:
+        trainer ([`MultiNodeGRPOTrainer`]), monitor ([`DivergenceMonitor`]), meter ([`StalenessMeter`]):
+            Objects of the calling rank.
+        reason (`Callable[[], str | None]`):
+            Returns why TRL's scoring pass is needed, the same on every rank. A collective of all training ranks.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        monitor: DivergenceMonitor,
+        meter: StalenessMeter,
+        reason: Callable[[], str | None],
+    ):
+        self._trainer, self._monitor, self._meter = trainer, monitor, meter
+        self._reason = reason
+        self._replaces: bool | None = None  # `None`: not decided
+        self._world = trainer.accelerator.num_processes
+        self._rank = trainer.accelerator.process_index
+        self._batch: dict[str, Any] | None = None  # of the loss that runs
+        self._metrics: dict[str, list[float]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an optimizer step, and drop what an unfinished one has left."""
+        self._generated: list[
+            bool
+        ] = []  # whether engines made the rows, by round of this optimizer step
+        self._sums: torch.Tensor | None = None  # by origin
+        self._extremes: torch.Tensor | None = None
+        self._weights = torch.zeros(4, dtype=torch.float64)
+
+    def decide(self) -> None:
+        """Decide in the first step of this trainer, when the model is prepared, whether the losses give the scores."""
+        if self._replaces is not None:
+            return
+        self._trainer.model.train()  # as the step does, because dropout depends on it
+        reason = self._reason()
+        self._replaces = reason is None
+        if reason and self._rank == 0:
+            report(f"a scoring pass before every round, as in TRL: {reason}")
+
+    @contextmanager
+    def in_place_of_pass(self) -> Iterator[None]:
+        """Let TRL leave its scoring pass out of the training round that it makes in this context."""
+        if not (self._replaces and self._trainer.model.training):
+            yield
+            return
+        with replaced(self._trainer, "vllm_importance_sampling_correction", False):
+            yield
+
+    def is_for(self, output: Mapping[str, Any]) -> bool:
+        """Return whether a round or a batch of it was left to the losses."""
+        return bool(self._replaces) and self._trainer.model.training and SCORED not in output
+
+    def add_round(self, output: dict[str, Any], stale: bool, generated: bool) -> None:
+        """Add the fields by which the losses know whose rows they have.
+
+        Args:
+            output (`dict[str, Any]`):
+                Output of TRL's `_generate_and_score_completions`, to which the fields are added.
+            stale (`bool`):
+                Whether older weights made the completions.
+            generated (`bool`):
+                Whether engines of this library made them.
+        """
+        origin = len(self._generated) * self._world + self._rank
+        self._generated.append(generated)
+        output[ORIGIN] = torch.full_like(output["completion_mask"][:, 0], origin)
+        if (
+            self._trainer.max_staleness
+        ):  # in every round, because rows of several ones share a batch
+            output[PRESENT] = self._monitor.present_logps(output, stale)
+
+    # ---- the losses -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def of(self, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield a copy of a batch, into which `add` writes the ratio before TRL's loss reads it."""
+        self._batch = dict(inputs)
+        try:
+            yield self._batch
+        finally:
+            self._batch = None
+
+    def add(self, logps: torch.Tensor) -> None:
+        """Take the log-probs of the loss that runs, shape `(rows, completion)`; nothing outside of such a loss."""
+        if self._batch is None or RATIO in self._batch:
+            return
+        batch, args = self._batch, self._trainer.args
+        batch[RATIO] = ratio = importance_ratio(
+            logps,
+            batch[SAMPLED],
+            trained_mask(batch),
+            args.vllm_importance_sampling_mode,
+            self._trainer.vllm_importance_sampling_clip_min,
+            self._trainer.vllm_importance_sampling_clip_max,
+        )
+        self._collect(batch, logps, ratio)
+
+    def _collect(self, batch: dict[str, Any], logps: torch.Tensor, ratio: torch.Tensor) -> None:
+        mask = trained_mask(batch).bool()
+        sampled = batch[SAMPLED]
+        difference, compared = _known((logps - sampled).abs(), mask)
+        present, asked = _known((logps - batch.get(PRESENT, sampled)).abs(), mask)
+        of_ratio = mask if ratio.shape == mask.shape else torch.ones_like(ratio, dtype=torch.bool)
+        weighed = ratio.masked_fill(~of_ratio, 0.0)
+        nan = {"trainer": logps.isnan() & mask, "any": (logps.isnan() | sampled.isnan()) & mask}
+        columns = [
+            difference, compared, present, asked, weighed, of_ratio, mask, nan["trainer"], nan["any"],
+        ]  # fmt: skip
+        rows = torch.stack([column.double().sum(-1) for column in columns], dim=-1)
+        highest = [
+            difference.amax(-1),
+            ratio.masked_fill(~of_ratio, -torch.inf).amax(-1),
+            -ratio.masked_fill(~of_ratio, torch.inf).amin(-1),
+        ]
+        extremes = torch.stack(highest, dim=-1).double()
+        if self._sums is None or self._extremes is None:
+            # a round may begin between the losses of another one
+            steps = self._trainer.args.gradient_accumulation_steps
+            places = steps // self._trainer.steps_per_round * self._world
+            self._sums = rows.new_zeros(places, rows.shape[-1])
+            self._extremes = extremes.new_full((places, extremes.shape[-1]), -torch.inf)
+        origin = batch[ORIGIN].long().flatten()
+        self._sums.index_add_(0, origin, rows)
+        index = origin[:, None].expand_as(extremes)
+        self._extremes.scatter_reduce_(0, index, extremes, "amax")
+        weights = self._meter.weight_sums(batch | {SCORED: logps})
+        self._weights = self._weights.to(weights.device) + weights
+
+    # ---- the end of the optimizer step ------------------------------------------------------------------------------
+
+    def judge(self) -> None:
+        """
+        Raise if the log-probs of this rank's rows cannot be right. A collective of all training ranks, after the last
+        forward pass of an optimizer step and before its last backward pass.
+
+        Raises:
+            `LogprobDivergenceError`: as [`DivergenceMonitor.check`].
+        """
+        sums, extremes, generated = self._sums, self._extremes, self._generated
+        assert sums is not None and extremes is not None
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(sums)
+            dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        self._meter.add_weight_sums(self._weights)
+        rounds = sums.view(-1, self._world, sums.shape[-1]).tolist()
+        highest = extremes.view(-1, self._world, extremes.shape[-1]).tolist()
+        self.begin()
+        # the last step of an epoch may have fewer rounds
+        for of_ranks, most, is_ours in zip(rounds, highest, generated, strict=False):
+            self._log(of_ranks, most)
+            _, _, present, asked, _, _, tokens, nan_trainer, nan_any = of_ranks[self._rank]
+            if is_ours:
+                self._monitor.judge_sums(present, asked, int(tokens), int(nan_trainer))
+                self._meter.add_checked(int(tokens), int(nan_any))
+
+    def _log(self, of_ranks: list[list[float]], highest: list[list[float]]) -> None:
+        """Add TRL's metrics of a round: of each rank, then the mean, the least or the greatest of all ranks."""
+        difference = [one[0] / max(one[1], 1.0) for one in of_ranks]
+        ratio = [one[4] / max(one[5], 1.0) for one in of_ranks]
+        pairs = list(zip(of_ranks, highest, strict=True))
+        values = {
+            f"{LOGGED[0]}/mean": sum(difference) / self._world,
+            f"{LOGGED[0]}/max": max(most[0] if one[1] else 0.0 for one, most in pairs),
+            f"{LOGGED[1]}/min": min(-most[2] if one[5] else 0.0 for one, most in pairs),
+            f"{LOGGED[1]}/mean": sum(ratio) / self._world,
+            f"{LOGGED[1]}/max": max(most[1] if one[5] else 0.0 for one, most in pairs),
+        }
+        for name, value in values.items():
+            self._metrics.setdefault(name, []).append(value)
+
+    def give_metrics(self, metrics: Mapping[str, list[float]]) -> None:
+        """Append what `judge` has found to the trainer's metrics, after the micro-step."""
+        for name, values in self._metrics.items():
+            metrics[name].extend(values)
+        self._metrics.clear()
+
+
+def importance_ratio(
+    logps: torch.Tensor,
+    sampled: torch.Tensor,
+    mask: torch.Tensor,
+    mode: str,
+    low: float | None,
+    high: float | None,
+) -> torch.Tensor:
+    """
+    Return the ratio of trainer and sampler as TRL's `vllm_importance_sampling_mode` defines it: per token, shape
+    `(rows, completion)`, or per sequence, shape `(rows, 1)`; 1 where the sampler's log-prob is NaN.
+
+    Args:
+        logps (`torch.Tensor` of shape `(rows, completion)`), sampled (`torch.Tensor` of the same shape):
+            Log-probs of trainer and sampler.
+        mask (`torch.Tensor` of the same shape):
+            1 for tokens that are trained.
+        mode (`str`):
+            `"token_truncate"`, `"token_mask"`, `"sequence_truncate"` or `"sequence_mask"`.
+        low (`float`, *optional*), high (`float`, *optional*):
+            Limits of the ratio.
+    """
+    logs = ((logps - sampled) * mask).nan_to_num(nan=0.0)
+    if mode.startswith("sequence_"):
+        logs = logs.sum(-1, keepdim=True)
+    ratio = logs.exp()
+    if mode.endswith("_truncate"):
+        return ratio.clamp(low, high)
+    outside = torch.zeros_like(ratio, dtype=torch.bool)
+    if low is not None:
+        outside |= ratio < low
+    if high is not None:
+        outside |= ratio > high
+    return ratio.masked_fill(outside, 0.0)
+
+
+def _known(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values with 0 for what is masked or NaN, and what is neither."""
+    known = mask & ~values.isnan()
+    return values.masked_fill(~known, 0.0), known
+
+
+def moves_the_generator(trainer: Any) -> bool:
+    """
+    Return whether a forward pass of the trained model in training mode draws random numbers, as dropout does. A
+    collective of all training ranks, as the forward pass of a sharded model is one. The generators stay as they were.
+    """
+    device = trainer.accelerator.device
+    ids = torch.full((1, 2), trainer._tokenizer.pad_token_id or 0, device=device)
+    devices = [device] if device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        before = _generators(device)
+        trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        after = _generators(device)
+    return not all(map(torch.equal, before, after))
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    found = [torch.get_rng_state()]
+    return [*found, torch.cuda.get_rng_state(device)] if device.type == "cuda" else found
