@@ -56,6 +56,33 @@ def test_each_is_told_once_and_a_tracker_without_a_run_ends_nothing(is_zero, cap
     assert caplog.text.count("`format`") == is_zero
 
 
+def of_nodes(*train_s: float) -> dict[str, float]:
+    return LOGS | {
+        f"node{node}/{name}": value
+        for node, seconds in enumerate(train_s)
+        for name, value in {"train_s": seconds, "wait_s": 1.0 - seconds, "tokens": 9.0}.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("logs", "told"),
+    [
+        ([(0.3, 0.3, 0.9)] * 2, 0),
+        ([(0.3, 0.3, 0.9)] * 4, 1),
+        ([(0.3, 0.3, 0.9), (0.3, 0.3, 0.3)] * 3, 0),
+        ([(0.3, 0.3, 0.3)] * 4, 0),
+    ],
+    ids=["two logs", "four logs", "every second log", "equal"],
+)
+def test_a_node_that_is_slow_for_three_logs_is_told_once(logs, told, caplog):
+    callback, args = Trackers([]), SimpleNamespace(report_to=[])
+    for step, seconds in enumerate(logs):
+        state = SimpleNamespace(is_world_process_zero=True, global_step=step)
+        callback.on_log(args, state, None, logs=of_nodes(*seconds))
+    assert caplog.text.count("node 2 is slow") == told
+    assert "node 0 is slow" not in caplog.text
+
+
 @pytest.mark.nightly  # an import of trackio and its database
 def test_trackio_has_them(tmp_path):
     environment = {"TRACKIO_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}

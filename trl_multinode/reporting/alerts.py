@@ -1,9 +1,9 @@
-"""What in the log of a step needs a person: nothing to learn from, a loss that is no number, a restarted engine."""
+"""What in a log needs a person: nothing to learn from, a loss that is no number, a restarted engine, a slow node."""
 
 from collections.abc import Iterator, Mapping
 from math import isfinite
 
-from .lines import short
+from .lines import marked, nodes_in, ratios, reasons, short
 
 
 def alerts(logs: Mapping[str, object]) -> Iterator[tuple[str, str]]:
@@ -41,3 +41,15 @@ def _means(found: Mapping[str, float]) -> str:
         if name.startswith("rewards/") and name.endswith("/mean")
     }
     return ", ".join(f"`{name}` {short(mean)} on average" for name, mean in means.items())
+
+
+def slow_nodes(logs: Mapping[str, object]) -> dict[int, str]:
+    """Return the nodes that marks in the table of nodes name as slower than the others, and why."""
+    nodes = nodes_in(logs)
+    found: dict[int, str] = {}
+    for node, columns in marked(nodes, float(logs["perf/step_s"])).items():  # type: ignore[arg-type]
+        # a node that waits is one of the fast ones
+        if slow := [name for name in columns if name.endswith("_s") and name != "wait_s"]:
+            parts = zip(slow, reasons(node, slow, nodes, ratios(nodes)), strict=True)
+            found[node] = "; ".join(f"{name.removesuffix('_s')}: {text}" for name, text in parts)
+    return found

@@ -8,9 +8,10 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..overview import overview
 from ..run.reporter import show, warn
-from .alerts import alerts
+from .alerts import alerts, slow_nodes
 from .lines import node_table, other_line, rendered, step_line
 
+LOGS_SLOW = 3  # logs in a row in which a node is slower than the others, before that is told
 TABLE_STEPS = 10  # optimizer steps between two tables of the nodes
 
 
@@ -80,17 +81,27 @@ class Trackers(TrainerCallback):
     def __init__(self, callbacks: list[TrainerCallback]) -> None:
         self._callbacks = callbacks
         self._told: set[str] = set()
+        self._slow: dict[int, int] = {}  # node -> logs in a row in which it was slow
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not state.is_world_process_zero or "perf/step_s" not in (logs or {}):
             return
-        found = [(title, text) for title, text in alerts(logs) if title not in self._told]
+        every = [*alerts(logs), *self._slow_for_long(slow_nodes(logs))]
+        found = [(title, text) for title, text in every if title not in self._told]
         for title, text in found:
             self._told.add(title)
             warn(f"step {state.global_step}: {title}: {text}")
         for tracker in _TRACKERS.keys() & set(args.report_to):
             with suppress(Exception):  # a run does not end for its tracker
                 _TRACKERS[tracker](overview(logs), state.global_step, found, self._callbacks)
+
+    def _slow_for_long(self, slow: dict[int, str]) -> list[tuple[str, str]]:
+        self._slow = {node: self._slow.get(node, 0) + 1 for node in slow}
+        return [
+            (f"node {node} is slow", f"for {LOGS_SLOW} logs in a row: {text}")
+            for node, text in slow.items()
+            if self._slow[node] >= LOGS_SLOW
+        ]
 
 
 def _to_trackio(charts: dict[str, Any], step: int, found: list[tuple[str, str]], _: Any) -> None:
