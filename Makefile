@@ -78,6 +78,7 @@ bench: setup
 	python benchmarks/long_tail.py
 	python benchmarks/scaling.py
 	python benchmarks/balance.py
+	python benchmarks/training.py
 	python benchmarks/learning.py
 	python benchmarks/scoring.py
 	python benchmarks/dynamic_sampling.py

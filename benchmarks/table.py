@@ -324,6 +324,22 @@ seconds of the last two rows are those of processes that compete for 4 cores; 30
 """
 
 
+def training(found: dict) -> str:
+    checkpointed = found["with_checkpointing"]
+    cells = {name: cell for name, cell in found.items() if name != "with_checkpointing"}
+    cells |= {f"{name}, checkpointing": cell for name, cell in checkpointed.items()}
+    columns = ("train_phase_speedup", "control_ratio", "gradient_rel_diff")
+    rows = [
+        [name, *(cell[column] for column in columns[:2]), f"{cell[columns[2]]:.1e}"]
+        for name, cell in cells.items()
+    ]
+    return (
+        "## Training without a scoring pass\n\nCPU seconds of a step with TRL's scoring pass over those without it, "
+        "of the same rows on one core (`benchmarks/training.py`).\n\n"
+        + table(["loss, micro-batches", *(f"`{column}`" for column in columns)], rows)
+    )
+
+
 def render() -> str:
     sections = [HEAD]
     for name, section in SECTIONS:
@@ -346,6 +362,7 @@ SECTIONS = (
     ("long_tail", long_tail),
     ("balance", balance),
     ("balance_nodes", balance_nodes),
+    ("training", training),
     ("learning", learning),
     ("scoring", scoring),
     ("dynamic_sampling", dynamic_sampling),
