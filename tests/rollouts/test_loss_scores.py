@@ -188,6 +188,30 @@ def test_nan_of_the_trainer_is_told_before_the_step(tmp_path):
     assert run.unchanged() and run.gradients == []
 
 
+def test_a_run_without_the_correction_is_trls(tmp_path):
+    """VESPO reads any ratio that a batch has."""
+    run = Run(tmp_path, False, vllm_importance_sampling_correction=False, loss_type="vespo",
+              vllm_importance_sampling_mode="token_truncate")  # fmt: skip
+    assert run.passes == 0 and run.error is None
+    assert not any("importance_sampling_ratio" in name for log in run.logs for name in log)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 1}, "no multiple"),
+        ({"num_iterations": 2}, "no multiple"),
+        ({"peft_config": LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)}, "dropout"),
+    ],
+)
+def test_the_pass_stays_with_a_reason(changes, words, tmp_path):
+    with mock.patch("trl_multinode.rollouts.loss_scores.report") as report:
+        run = Run(tmp_path, False, **changes)
+    assert run.passes > 0 and run.error is None
+    report.assert_called_once()
+    assert words in report.call_args.args[0]
+
+
 @pytest.mark.parametrize(
     ("mode", "low", "high", "expected"),
     [

@@ -10,7 +10,7 @@ under DeepSpeed that one is already the step.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,28 @@ RATIO, SAMPLED, SCORED = (
 # weights give to its tokens (NaN: not asked), if other weights have generated them
 ORIGIN, PRESENT = "origin", "present_logps"
 LOGGED = ("sampling/sampling_logp_difference", "sampling/importance_sampling_ratio")
+
+
+class Sums(NamedTuple):
+    """Sums over the tokens of rows: first as tensors of shape `(rows, completion)`, then as numbers of a rank."""
+
+    difference: Any  # |trainer - sampler|
+    compared: Any  # number of tokens in it
+    present: Any  # |trainer - present weights of an engine|
+    asked: Any  # number of tokens in it
+    ratio: Any
+    of_ratio: Any  # number of values in it
+    tokens: Any  # that are trained
+    nan_trainer: Any  # those of them for which the trainer has NaN
+    nan_any: Any  # the same for trainer or sampler
+
+
+class Extremes(NamedTuple):
+    """Greatest values of rows."""
+
+    difference: Any
+    ratio: Any
+    minus_ratio: Any
 
 
 class LossScores:
@@ -53,17 +75,15 @@ class LossScores:
         self._trainer, self._monitor, self._meter = trainer, monitor, meter
         self._reason = reason
         self._replaces: bool | None = None  # `None`: not decided
-        self._world = trainer.accelerator.num_processes
-        self._rank = trainer.accelerator.process_index
+        self._accelerator = trainer.accelerator
         self._batch: dict[str, Any] | None = None  # of the loss that runs
         self._metrics: dict[str, list[float]] = {}
         self.begin()
 
     def begin(self) -> None:
         """Begin an optimizer step, and drop what an unfinished one has left."""
-        self._generated: list[
-            bool
-        ] = []  # whether engines made the rows, by round of this optimizer step
+        # whether engines made the rows, by round of this optimizer step
+        self._generated: list[bool] = []
         self._sums: torch.Tensor | None = None  # by origin
         self._extremes: torch.Tensor | None = None
         self._weights = torch.zeros(4, dtype=torch.float64)
@@ -72,10 +92,13 @@ class LossScores:
         """Decide in the first step of this trainer, when the model is prepared, whether the losses give the scores."""
         if self._replaces is not None:
             return
+        if not self._trainer.vllm_importance_sampling_correction:
+            self._replaces = False  # TRL follows the same rule itself, and needs no ratio
+            return
         self._trainer.model.train()  # as the step does, because dropout depends on it
         reason = self._reason()
         self._replaces = reason is None
-        if reason and self._rank == 0:
+        if reason and self._accelerator.is_main_process:
             report(f"a scoring pass before every round, as in TRL: {reason}")
 
     @contextmanager
@@ -102,12 +125,12 @@ class LossScores:
             generated (`bool`):
                 Whether engines of this library made them.
         """
-        origin = len(self._generated) * self._world + self._rank
+        rounds, world = len(self._generated), self._accelerator.num_processes
+        origin = rounds * world + self._accelerator.process_index
         self._generated.append(generated)
         output[ORIGIN] = torch.full_like(output["completion_mask"][:, 0], origin)
-        if (
-            self._trainer.max_staleness
-        ):  # in every round, because rows of several ones share a batch
+        # in every round, because rows of several ones share a batch
+        if self._trainer.max_staleness:
             output[PRESENT] = self._monitor.present_logps(output, stale)
 
     # ---- the losses -------------------------------------------------------------------------------------------------
@@ -143,21 +166,21 @@ class LossScores:
         present, asked = _known((logps - batch.get(PRESENT, sampled)).abs(), mask)
         of_ratio = mask if ratio.shape == mask.shape else torch.ones_like(ratio, dtype=torch.bool)
         weighed = ratio.masked_fill(~of_ratio, 0.0)
-        nan = {"trainer": logps.isnan() & mask, "any": (logps.isnan() | sampled.isnan()) & mask}
-        columns = [
-            difference, compared, present, asked, weighed, of_ratio, mask, nan["trainer"], nan["any"],
-        ]  # fmt: skip
+        unknown = logps.isnan() & mask
+        columns = Sums(
+            difference, compared, present, asked, weighed, of_ratio, mask, unknown, unknown | sampled.isnan() & mask,
+        )  # fmt: skip
         rows = torch.stack([column.double().sum(-1) for column in columns], dim=-1)
-        highest = [
+        highest = Extremes(
             difference.amax(-1),
             ratio.masked_fill(~of_ratio, -torch.inf).amax(-1),
             -ratio.masked_fill(~of_ratio, torch.inf).amin(-1),
-        ]
+        )
         extremes = torch.stack(highest, dim=-1).double()
         if self._sums is None or self._extremes is None:
             # a round may begin between the losses of another one
             steps = self._trainer.args.gradient_accumulation_steps
-            places = steps // self._trainer.steps_per_round * self._world
+            places = steps // self._trainer.steps_per_round * self._accelerator.num_processes
             self._sums = rows.new_zeros(places, rows.shape[-1])
             self._extremes = extremes.new_full((places, extremes.shape[-1]), -torch.inf)
         origin = batch[ORIGIN].long().flatten()
@@ -183,28 +206,35 @@ class LossScores:
             dist.all_reduce(sums)
             dist.all_reduce(extremes, dist.ReduceOp.MAX)
         self._meter.add_weight_sums(self._weights)
-        rounds = sums.view(-1, self._world, sums.shape[-1]).tolist()
-        highest = extremes.view(-1, self._world, extremes.shape[-1]).tolist()
+        shape = (-1, self._accelerator.num_processes)
+        rounds, highest = (
+            found.view(*shape, found.shape[-1]).tolist() for found in (sums, extremes)
+        )
         self.begin()
         # the last step of an epoch may have fewer rounds
         for of_ranks, most, is_ours in zip(rounds, highest, generated, strict=False):
-            self._log(of_ranks, most)
-            _, _, present, asked, _, _, tokens, nan_trainer, nan_any = of_ranks[self._rank]
+            self._log([*map(Sums._make, of_ranks)], [*map(Extremes._make, most)])
+            mine = Sums._make(of_ranks[self._accelerator.process_index])
             if is_ours:
-                self._monitor.judge_sums(present, asked, int(tokens), int(nan_trainer))
-                self._meter.add_checked(int(tokens), int(nan_any))
+                tokens = int(mine.tokens)
+                self._monitor.judge_sums(mine.present, mine.asked, tokens, int(mine.nan_trainer))
+                self._meter.add_checked(tokens, int(mine.nan_any))
 
-    def _log(self, of_ranks: list[list[float]], highest: list[list[float]]) -> None:
+    def _log(self, sums: list["Sums"], extremes: list["Extremes"]) -> None:
         """Add TRL's metrics of a round: of each rank, then the mean, the least or the greatest of all ranks."""
-        difference = [one[0] / max(one[1], 1.0) for one in of_ranks]
-        ratio = [one[4] / max(one[5], 1.0) for one in of_ranks]
-        pairs = list(zip(of_ranks, highest, strict=True))
+        differences = [one.difference / max(one.compared, 1.0) for one in sums]
+        ratios = [one.ratio / max(one.of_ratio, 1.0) for one in sums]
+        pairs = list(zip(sums, extremes, strict=True))
         values = {
-            f"{LOGGED[0]}/mean": sum(difference) / self._world,
-            f"{LOGGED[0]}/max": max(most[0] if one[1] else 0.0 for one, most in pairs),
-            f"{LOGGED[1]}/min": min(-most[2] if one[5] else 0.0 for one, most in pairs),
-            f"{LOGGED[1]}/mean": sum(ratio) / self._world,
-            f"{LOGGED[1]}/max": max(most[1] if one[5] else 0.0 for one, most in pairs),
+            f"{LOGGED[0]}/mean": sum(differences) / len(differences),
+            f"{LOGGED[0]}/max": max(
+                most.difference if one.compared else 0.0 for one, most in pairs
+            ),
+            f"{LOGGED[1]}/min": min(
+                -most.minus_ratio if one.of_ratio else 0.0 for one, most in pairs
+            ),
+            f"{LOGGED[1]}/mean": sum(ratios) / len(ratios),
+            f"{LOGGED[1]}/max": max(most.ratio if one.of_ratio else 0.0 for one, most in pairs),
         }
         for name, value in values.items():
             self._metrics.setdefault(name, []).append(value)
