@@ -23,7 +23,7 @@ UV_VARIABLES = {
     "extra-index-url": "UV_INDEX",
     "find-links": "UV_FIND_LINKS",
 }
-COST = "about 1 GB of downloads, 4 GB on disk, 1 to 4 minutes"
+COST = "about 1 GB of downloads, 4 GB on disk, 3 to 6 minutes"
 CURE = """\
 pip cannot see the CPU build of torch ({torch}), so it would install one with several GB of CUDA libraries.
 Set one of these and run again:

@@ -109,7 +109,9 @@ def _unknown_to(kind: str, key: str, known: frozenset[str]) -> str | None:
     if key in known or not known:
         return None
     near = get_close_matches(key, known, n=1)
-    return f"vLLM's `{kind}` has no such setting" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"vLLM's `{kind}` has no such setting" + (
+        f"; the nearest is {near[0]!r}" if near else ""
+    )
 
 
 def sampling_keys() -> frozenset[str]:

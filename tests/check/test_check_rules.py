@@ -9,7 +9,7 @@ from check_kit import TWO_NODES, launched, only_problem
 from trl import GRPOConfig
 
 from trl_multinode.tools.check import Batch, check, rules_nodes
-from trl_multinode.tools.check.launch import Engines
+from trl_multinode.tools.check.launch import Engines, Problem
 from trl_multinode.tools.check.rules_batch import batch_problems
 
 quiet_machine, write = check_kit.quiet_machine, check_kit.write
@@ -232,7 +232,18 @@ def test_all_problems_are_reported_not_only_the_first(write):
 
 def test_one_gpu_can_only_be_shared(write):
     problem = only_problem(write(num_machines=1, machine_rank=0, num_processes=1), gpus_per_node=1)
-    assert "GPU" in problem.what and "`vllm_devices" in problem.cure
+    assert "0 or less" not in problem.what and "`--vllm_devices 0`" in problem.cure
+    shared = Engines(vllm_devices=[0])
+    launched(
+        write(num_machines=1, machine_rank=0, num_processes=1), gpus_per_node=1, engines=shared
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "line"), [("a.", "a: Give b"), ("a?", "a? Give b"), ("a", "a: Give b")]
+)
+def test_a_problem_and_its_cure_are_one_sentence(what, line):
+    assert Problem(what, "Give b").line == line
 
 
 def test_taken_port_matters_on_node_0_only(write, monkeypatch):
@@ -266,7 +277,7 @@ def test_every_value_in_the_cure_works(batch, ranks):
     if batch.world(ranks) % batch.num_generations == 0:
         assert problems == []
         return
-    offers = re.findall(r"`--(\w+)` ([\d, or]*\d)", problems[0].cure)
+    offers = re.findall(r"`(\w+)` to ([\d, or]*\d)", problems[0].cure)
     assert {name for name, _ in offers} >= {
         "per_device_train_batch_size",
         "num_generations",
@@ -282,15 +293,15 @@ def test_seven_ranks_a_node_do_not_divide_by_eight():
         Batch(num_generations=8, per_device_train_batch_size=1), num_ranks=28
     )
     assert "got 28 " in problem.what and "multiple of 8" in problem.what
-    assert "`--per_device_train_batch_size` 2, 4 or 6" in problem.cure
-    assert "`--gradient_accumulation_steps` 2, 4 or 6" in problem.cure
-    assert "`--num_generations` 2, 4, 7 or 14" in problem.cure
+    assert "`per_device_train_batch_size` to 2, 4 or 6" in problem.cure
+    assert "`gradient_accumulation_steps` to 2, 4 or 6" in problem.cure
+    assert "`num_generations` to 2, 4, 7 or 14" in problem.cure
 
 
 def test_generation_batch_size_must_hold_whole_steps_and_whole_groups():
     [problem] = batch_problems(Batch(8, 2, generation_batch_size=100), num_ranks=14)
     assert "got 100," in problem.what
-    assert "`--generation_batch_size` 56, 112 or 168" in problem.cure
+    assert "`generation_batch_size` to 56, 112 or 168" in problem.cure
     assert list(batch_problems(Batch(8, 2, generation_batch_size=112), num_ranks=14)) == []
 
 

@@ -206,6 +206,31 @@ def test_batch_of_a_script_without_a_parser_is_checked(tmp_path):
     assert "got 28 " in problem.what
 
 
+LITERAL = "from trl_multinode import GRPOConfig\nargs = GRPOConfig({})\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "batch"),
+    [
+        ("per_device_train_batch_size=2, num_generations=16", Batch(16, 2)),
+        ("'out', max_steps=3", Batch()),
+        ("num_generations=size", None),
+        ("**words", None),
+    ],
+)
+def test_the_batch_in_the_config_call_of_a_script_without_a_parser_is_checked(
+    tmp_path, words, batch
+):
+    path = tmp_path / "train.py"
+    path.write_text(LITERAL.format(words))
+    launch, problems = check(FOUR_NODES[0], [*FOUR_NODES[1:], str(path)])
+    assert launch.script.batch == batch
+    assert ["got 56 " in one.what for one in problems] == [True] * (batch == Batch(16, 2))
+    assert ("--num_generations" in launch.script.notes[0]) == (batch is None)
+    own = [*FOUR_NODES[1:], str(path), "--num_generations", "4"]
+    assert check(FOUR_NODES[0], own)[0].script.batch.num_generations == 4
+
+
 # ---- every setting of node mode
 
 STAGGERED, SCORED = ["--max_staleness", "2"], ["--score_groups", "0"]

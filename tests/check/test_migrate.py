@@ -61,6 +61,55 @@ def test_other_imports_of_a_trainer_are_named_or_changed(statement):
     assert notes or new == "from trl_multinode import GRPOTrainer\n"
 
 
+LATER = """\
+import trl
+
+args, model_args = parser.parse_args_and_config()
+args.vllm_mode = "server"
+args.warmup_ratio = args.warmup_ratio / 2
+if small:
+    args.max_prompt_length = 512
+model_args.torch_dtype = None
+other.max_prompt_length = 512
+config = trl.GRPOConfig(model_init_kwargs={"torch_dtype": "auto"}, **words)
+more = dict(torch_dtype="auto", use_vllm=True)
+t = trl.GRPOTrainer("m", args=args)
+t.train()
+model.train()
+"""
+LATER_CHANGED = """\
+import trl
+
+args, model_args = parser.parse_args_and_config()
+args.warmup_steps = args.warmup_steps / 2
+if small:
+    pass
+model_args.dtype = None
+other.max_prompt_length = 512
+config = trl.GRPOConfig(model_init_kwargs={"dtype": "auto"}, **words)
+more = dict(dtype="auto", use_vllm=True)
+t = trl.GRPOTrainer("m", args=args)
+t.train(resume_from_checkpoint=t.last_checkpoint())
+model.train()
+"""
+
+
+def test_attributes_dicts_and_names_of_the_users_own_are_changed_and_an_unread_dict_is_named():
+    new, notes = migrated(LATER)
+    assert new == LATER_CHANGED
+    assert [note for note in notes if "`**words`" in note and "line 10" in note]
+    assert len(migrated(new)[1]) == 2  # `import trl` and `**words`
+
+
+@pytest.mark.parametrize("name", ["r.yaml", "r.yml", "r.json"])
+def test_a_file_of_arguments_is_no_script(name, tmp_path, capsys):
+    path = tmp_path / name
+    path.write_text("max_steps: 3\n")
+    with pytest.raises(SystemExit) as stop:
+        main(["migrate", str(path)])
+    assert stop.value.code == 2 and f"--config {path}" in capsys.readouterr().err
+
+
 def test_the_command_prints_a_diff_and_writes_nothing(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)

@@ -19,6 +19,7 @@ from trl_multinode.tools.text import environment
 
 quiet_machine = check_kit.quiet_machine
 FILE = str(CONFIGS / "4node.yaml")
+TOKEN = "hf_" + "x" * 30
 NEEDED = {
     "slurm": [],
     "k8s": ["--image", "i"],
@@ -146,3 +147,37 @@ def test_a_script_that_is_not_there_or_no_python_is_refused_where_it_must_be_her
     words = ["render", kind, "4node.yaml", "--script", "other.py --a 1", *NEEDED[kind]]
     assert main(words) == (0 if kind == "k8s" else 2)
     assert ("other.py" in capsys.readouterr().err) or kind == "k8s"
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "text", "cure"),
+    [
+        ("slurm", "--setup", f"export HF_TOKEN={TOKEN}", "source"),
+        ("slurm", "--setup", "export WANDB_API_KEY=abc; cd /a", "source"),
+        ("slurm", "--sbatch", "--export=ALL,HF_TOKEN=abc", "source"),
+        ("slurm", "--srun", f"--container-image={TOKEN}", "source"),
+        ("slurm", "--script", "train.py --hub_token abc", "source"),
+        ("k8s", "--setup", f"export HF_TOKEN={TOKEN}", "--secret"),
+        ("k8s", "--env", "HF_TOKEN=abc", "--secret"),
+        ("docker", "--package", "git+https://me:word@host/a", "source"),
+    ],
+)
+def test_a_secret_in_any_option_is_refused_with_the_way_of_this_kind(
+    kind, flag, text, cure, capsys
+):
+    words = ["render", kind, "4node.yaml", "--script", "train.py", *NEEDED[kind]]
+    with pytest.raises(SystemExit) as stop:
+        main([*words, f"{flag}={text}"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and flag in error and cure in error and TOKEN not in error
+    assert main([*words, "--setup", "export HF_TOKEN=$(cat ~/token) PAD_TOKEN=x"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [("k8s", "--toleration=a:NoSchedul"), ("skypilot", "--gpu=H100:4")],
+)
+def test_a_word_that_kubernetes_or_skypilot_would_misread_is_refused(kind, option, capsys):
+    with pytest.raises(SystemExit):
+        main(["render", kind, "4node.yaml", "--script", "train.py", *NEEDED[kind], option])
+    assert option.partition("=")[0] in capsys.readouterr().err

@@ -150,7 +150,7 @@ def test_a_node_without_gpus_asks_for_none(run, capsys):
     [
         ("--gres=gpu:h100:8", "gpus-per-node", "exclusive"),
         ("--oversubscribe", "exclusive", "gpus-per-node=8"),
-        ("--gpus-per-node=4", "gpus-per-node=8", "exclusive"),
+        ("--gpus-per-node=h100:8", "gpus-per-node=8", "exclusive"),
     ],
 )
 def test_a_line_of_the_cluster_replaces_that_of_the_file(run, given, gone, kept, capsys):
@@ -165,3 +165,28 @@ def test_a_line_that_is_no_flag_or_one_of_the_file_is_refused(run, given, capsys
     with pytest.raises(SystemExit):
         main(["render", "slurm", FILE, "--script", "train.py", f"--sbatch={given}"])
     assert given.split("=")[0].split()[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--time=00:10:30", "got 630 s, expected more than the 630 s"),
+        ("-t 10", "got 600 s"),
+        ("--time=5:30", "got 330 s"),
+        ("--gpus-per-node=4", "got 4, expected 8"),
+        ("--gres=gpu:h100:4,nvme:1", "got 4, expected 8"),
+        ("-G 8", "got 8, expected 16"),
+    ],
+)
+def test_a_line_that_does_not_fit_the_job_is_refused(run, given, message, capsys):
+    assert main(["render", "slurm", FILE, "--script", "train.py", f"--sbatch={given}"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["--time=00:11:00", "--time=1-0", "-t 1:00:00", "--time=UNLIMITED", "--gres=gpu:8,nvme:1", "-G 16"],
+)  # fmt: skip
+def test_a_line_that_fits_the_job_is_kept(run, given, capsys):
+    assert main(["render", "slurm", FILE, "--script", "train.py", f"--sbatch={given}"]) == 0
+    assert f"#SBATCH {given}\n" in capsys.readouterr().out

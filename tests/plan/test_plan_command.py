@@ -173,22 +173,71 @@ def test_a_plan_of_a_config_file_and_a_script_takes_its_numbers_from_them_and_en
     task_ = json.loads(capsys.readouterr().out)["task"]
     assert (task_["cluster"]["nodes"], task_["rows"]["longest"], task_["micro_rows"]) == (2, 512, 4)
     assert task_["rows"]["number"] == 4 * 7
-    assert plan("2node.yaml", "train.py", *arguments, "--gpu", "H200-141") == 0
+    Path("2node_6+2.yaml").touch()
+    assert plan("2node.yaml", "train.py", *arguments, "--gpu", "H200-141", "--splits", "6+2") == 0
     lines = capsys.readouterr().out.splitlines()
-    commands = [shlex.split(line) for line in lines if line.startswith("  trl-multinode")]
-    config, check, launch = (words[1:] for words in commands)
-    Path("2node.yaml").unlink()  # the one of the plan has another name or content
-    assert main(config) == 0 and main(check) in (0, 1)
+    config, check, launch = commands(lines)
+    assert main(config) == 0 and main(check) in (
+        0,
+        1,
+    )  # the file of the plan has another name than its own
     assert Path(check[1]).exists() and launch[:2] == ["launch", check[1]]
     assert launch[2:] == check[check.index("train.py") :] and "a b" in launch
+    assert any("--machine_rank K" in line and "scheduler" in line for line in lines)
+
+
+def commands(lines: list[str]) -> list[list[str]]:
+    return [shlex.split(line)[1:] for line in lines if line.startswith("  trl-multinode")]
+
+
+def test_a_split_that_is_the_files_own_needs_no_other_file_and_no_other_batch(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    assert main(["config", "2x8", "--out", "my own.yaml"]) == 0 and capsys.readouterr()
+    words = ["my own.yaml", "train.py", "--model_name_or_path", str(CONFIGS / "8B.json")]
+    assert plan(*words, "--splits", "7+1") == 0
+    check, launch = commands(capsys.readouterr().out.splitlines())
+    assert check[1] == launch[1] == "my own.yaml"
+    assert "--per_device_train_batch_size" not in check
+
+
+@pytest.mark.parametrize(
+    ("rows", "more"), [(256, []), (252, []), (100, ["--micro_rows", "2"]), (1, [])]
+)
+def test_numbers_of_the_plan_are_those_of_the_commands_and_divide(
+    rows, more, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    flags = ["--nodes", "4x8", "--completion", "512", "--rows", str(rows), "--splits", "6+2", *more]
+    assert plan(str(CONFIGS / "8B.json"), *flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    config, check, launch = commands(lines)
+    assert main(config) == 0 and main(check) == 0, capsys.readouterr().out
+    given = dict(zip(launch[3::2], launch[4::2], strict=True))
+    assert given["--model_name_or_path"] == str(CONFIGS / "8B.json")
+    assert given["--max_completion_length"] == "512"
+    a_rank = int(given["--per_device_train_batch_size"])
+    a_rank *= int(given["--gradient_accumulation_steps"])
+    assert abs(6 * a_rank - rows) <= 6
+    assert any(f"{6 * a_rank} instead of {rows} rows" in line for line in lines) == (
+        6 * a_rank != rows
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["2node.yaml", "train.py"], "do not say model"), (["none.yaml", "train.py"], "none.yaml")],
+    [
+        (["2node.yaml", "train.py"], "no `TrlParser`"),
+        (["none.yaml", "train.py"], "none.yaml"),
+        (["2node.yaml", "parses.py"], "no `--model_name_or_path`"),
+    ],
 )
 def test_a_script_that_says_no_model_is_named(words, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("print()\n")
+    Path("parses.py").write_text(SCRIPT)
     assert main(["config", "2x8"]) == 0
     assert plan(*words) == 2 and message in capsys.readouterr().err

@@ -31,6 +31,18 @@ def test_settings_are_those_that_differ_and_then_the_others_of_node_mode(args):
     assert found["settings"]["max_staleness"] == 1 and found["defaults"]["num_engines"] is None
     assert found["settings"]["model_init_kwargs"] == {"revision": "main"}
     assert not found["settings"].keys() & found["defaults"].keys()
+    # `__post_init__` makes these of others
+    assert set(found["settings"]) == {
+        *(
+            "output_dir",
+            "use_cpu",
+            "bf16",
+            "max_staleness",
+            "hub_token",
+            "engine_kwargs",
+            "model_init_kwargs",
+        ),
+    }
     assert "weight_decay" not in {**found["settings"], **found["defaults"]}
 
 

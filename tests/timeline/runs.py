@@ -70,6 +70,7 @@ def engine_lines(
 def logs() -> list[dict]:
     return [
         {"step": step + 1, "attempt": 1, "reward": 0.1 * (step + 1), "loss": 1.0 / (step + 1), "perf/step_s": 10.0,
+         "completions/mean_length": 20.0,
          "learning_rate": 1e-6, "note": "text"} for step in range(STEPS)
     ]  # fmt: skip
 

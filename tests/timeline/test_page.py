@@ -24,9 +24,17 @@ BROWSER = next(
 WIDTHS = {"desk": 1280, "phone": 390}
 # Counts what goes wrong from before the page's own scripts, then uses the page as a reader would.
 WATCH = """<script>
-window.wrong = [];
+window.wrong = [], window.cut = [];
 addEventListener("error", (event) => wrong.push(event.message || "an element could not be loaded"), true);
 addEventListener("securitypolicyviolation", (event) => wrong.push(event.blockedURI));
+const write = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  const share = {left: 0, center: 0.5, right: 1}[this.textAlign], wide = this.measureText(text).width;
+  const from = x - share * wide;
+  if (/^(step )?[0-9.]+( s)?$/.test(text) && (from < -0.5 || from + wide > this.canvas.clientWidth + 0.5))
+    cut.push(`${text} at ${from}`);
+  write.call(this, text, x, y);
+};
 for (const kind of ["error", "warn"]) console[kind] = (...words) => wrong.push(words.join(" "));
 </script>"""
 USE = """<script>
@@ -52,7 +60,7 @@ for (const canvas of document.querySelectorAll("canvas")) {
 const inked = [...document.querySelectorAll("canvas")].map((canvas) =>
   canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some((value) => value));
 const root = document.documentElement;
-document.body.dataset.result = JSON.stringify({wrong, seen, hints, inked, text: document.body.innerText,
+document.body.dataset.result = JSON.stringify({wrong, cut, seen, hints, inked, text: document.body.innerText,
   width: root.clientWidth, scroll: root.scrollWidth, resources: performance.getEntriesByType("resource").length});
 </script>"""
 
@@ -88,9 +96,10 @@ def shown(text: str, folder: Path, width: int) -> dict:
 def test_the_page_of_a_failed_run_works_without_a_network_and_fits_its_window(tmp_path, width):
     found = shown(written(write_run(tmp_path / "run", failed=True)), tmp_path, width)
     assert found["wrong"] == [] and found["resources"] == 0
+    assert found["cut"] == []
     assert width - 20 < found["width"] == found["scroll"]  # the scroll bar of the length takes 15
-    assert found["inked"] == [True] * 6  # two at a glance, metric, bars of two nodes, timeline
-    for text in ("user: 1+1?", "it is 2", "10 of 12",
+    assert found["inked"] == [True] * 7  # three at a glance, metric, bars of two nodes, timeline
+    for text in ("completion tokens: completions/mean_length", "user: 1+1?", "it is 2", "10 of 12",
                  "a/model: 2 nodes, 4 ranks, 2 engines, steps 1 to 4", f"ended with code 6: {FATAL}", "max_staleness",
                  "killed by SIGKILL", "out/checkpoint-3", "1.16.0"):  # fmt: skip
         assert text in found["text"]
@@ -148,6 +157,19 @@ def test_the_timeline_of_a_long_run_has_its_last_steps(tmp_path, monkeypatch):
         2,
         3,
         4,
+    ]
+
+
+def test_a_run_started_with_its_first_phase_and_its_completions_begin_with_numbers(tmp_path):
+    run = read_run([write_run(tmp_path)])
+    data = page_data(run, range(1, STEPS + 1))
+    assert data["started"] == run.begin != run.settings["time"]
+    assert ["seconds per step", "perf/step_s"] in data["overview"]
+    assert data["completions"]["columns"] == [
+        "accuracy_reward",
+        "advantage",
+        "prompt",
+        "completion",
     ]
 
 

@@ -150,9 +150,9 @@ def test_completions_are_those_of_the_newest_whole_file(tmp_path):
     (folder / "completions_00006.parquet").write_bytes(b"PAR1 half")  # it is being written
     found = read_completions([tmp_path])
     assert (found["step"], found["of"], len(found["rows"])) == (4, 12, 10)
-    assert found["columns"] == ["prompt", "completion", "accuracy_reward", "advantage"]
-    advantages = [float(row[3]) for row in found["rows"]]
+    assert found["columns"] == ["accuracy_reward", "advantage", "prompt", "completion"]
+    advantages = [float(row[1]) for row in found["rows"]]
     # row 2 has the smallest of 12, the rows in the middle are left out
     assert advantages == sorted(advantages, reverse=True) and advantages[-1] == 0.2
-    assert found["rows"][-1] == ["user: 1+1?", "it is 2", "1", "0.2"]
+    assert found["rows"][-1] == ["1", "0.2", "user: 1+1?", "it is 2"]
     assert read_completions([tmp_path / "none"]) == {}

@@ -17,6 +17,8 @@ from ..wire.line_file import LineFile
 from ..wire.secret_names import HIDDEN
 
 LONGEST = 200  # characters of a value; a chat template has thousands
+# Settings that the configs set from others
+DERIVED = ("disable_tqdm", "dataloader_pin_memory", "generation_batch_size")
 NODE_METRIC = re.compile(r"node\d+/")
 
 
@@ -68,15 +70,21 @@ def chosen(args: Any) -> dict[str, Any]:
     own = {field.name for field in fields(NodeSettings)}
     found = {field.name: getattr(args, field.name) for field in fields(args)}
     defaults = {field.name: default(field) for field in fields(args)}
-    changed = {
-        name for name, value in found.items() if value != defaults[name] and not is_dataclass(value)
-    }
+    changed = {name for name in found if _is_own(found, name, defaults[name])}
     return {
         "settings": {name: shown(name, found[name]) for name in sorted(changed)},
         "defaults": {
             name: shown(name, found[name]) for name in sorted(own & found.keys() - changed)
         },
     }
+
+
+def _is_own(found: dict[str, Any], name: str, default: Any) -> bool:
+    """Return whether a value is the user's: no default, and nothing that the configs made of one."""
+    value = found[name]
+    if value in (None, [], {}, default) or is_dataclass(value) or name in DERIVED:
+        return False
+    return name != "steps_per_generation" or value != found.get("gradient_accumulation_steps")
 
 
 def default(field: Field) -> Any:

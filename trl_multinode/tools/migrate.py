@@ -13,6 +13,10 @@ from ..former_arguments import REMOVED, RENAMED, hint
 MODULE = "trl_multinode"
 GAP = b"\0"  # in the place of an argument that is removed; no script holds it
 RESUME = "resume_from_checkpoint={}.last_checkpoint()"
+MODEL_KEY = "torch_dtype"
+CONFIGS = ("Config", "Arguments", "parse_args_and_config", "parse_args_into_dataclasses")
+# files whose keys are arguments of a script; Python would read `key: value` as an annotation
+NO_SCRIPTS = (".yaml", ".yml", ".json", ".toml")
 
 
 class Edits:
@@ -38,8 +42,8 @@ class Edits:
         at = self._at(call.end_lineno, call.end_col_offset) - 1
         self._edits.append((at, at, new.encode()))
 
-    def remove(self, node: ast.keyword) -> None:
-        """Remove an argument with its comma, and with its line if nothing but a comment is left there."""
+    def remove(self, node: ast.keyword | ast.stmt) -> None:
+        """Remove a statement, or an argument with its comma; its line too if nothing but a comment is left there."""
         assert node.end_lineno is not None and node.end_col_offset is not None
         start, end = (
             self._at(node.lineno, node.col_offset),
@@ -53,6 +57,8 @@ class Edits:
         text = b"".join(self._lines)
         for start, end, new in sorted(self._edits, reverse=True):
             text = text[:start] + new + text[end:]
+        # a block may not be empty
+        text = re.sub(rb"(:(?:\s|#.*\n)*)\0", rb"\1pass", text)
         text = re.sub(rb"^[ \t]*(\0[ \t]*)+(#.*)?\n", b"", text, flags=re.MULTILINE)
         text = re.sub(rb",?[ \t]*\0(?=[ \t]*\))", b"", text)
         return re.sub(rb"[ \t]*\0", b"", text).decode()
@@ -68,8 +74,9 @@ def migrated(text: str) -> tuple[str, list[str]]:
     Raises:
         `SyntaxError`: if it is no Python.
     """
-    edits, notes = Edits(text), []
-    for node in ast.walk(ast.parse(text)):
+    tree, edits = ast.parse(text), Edits(text)
+    notes = [*_resumed(tree, edits), *_set_later(tree, edits)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             _change_import(node, edits)
         elif isinstance(node, ast.Import) and any(name.name == "trl" for name in node.names):
@@ -77,8 +84,35 @@ def migrated(text: str) -> tuple[str, list[str]]:
                 f"line {node.lineno}: take trainers and configs from `{MODULE}`, not from `trl`"
             )
         elif isinstance(node, ast.Call):
-            notes += [*_resumed(node, edits), *_changed(node, edits)]
+            notes += _changed(node, edits)
+        elif isinstance(node, ast.Dict):
+            notes += _renamed_keys(node, edits)
     return edits.made(), notes
+
+
+def fresh_starts(tree: ast.Module) -> list[tuple[ast.Call, str]]:
+    """Return each `trainer.train()` without an argument, and thus without a checkpoint, and the trainer's name."""
+    trainers, found = _results_of(tree, ("Trainer",)), []
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or call.args or call.keywords:
+            continue
+        name, dot, method = ast.unparse(call.func).rpartition(".")
+        # `model.train()` only sets a mode
+        is_trainer = name in trainers or name.lower().endswith("trainer")
+        if method == "train" and is_trainer:
+            found.append((call, name))
+    return found
+
+
+def _results_of(tree: ast.Module, ends: tuple[str, ...]) -> set[str]:
+    """Return the names of the results of calls to functions whose names end so."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+            continue
+        if ast.unparse(node.value.func).endswith(ends):
+            names.update(*(ast.unparse(one).strip("()").split(", ") for one in node.targets))
+    return names
 
 
 def _change_import(node: ast.ImportFrom, edits: Edits) -> None:
@@ -90,28 +124,59 @@ def _change_import(node: ast.ImportFrom, edits: Edits) -> None:
         edits.replace(node, module, MODULE)
 
 
-def _resumed(call: ast.Call, edits: Edits) -> Iterator[str]:
+def _resumed(tree: ast.Module, edits: Edits) -> Iterator[str]:
     """Let a `train()` that would begin anew continue."""
-    name = ast.unparse(call.func)
-    if name.endswith("trainer.train") and not (call.args or call.keywords):
-        edits.insert_before_end(call, RESUME.format(name.removesuffix(".train")))
+    for call, name in fresh_starts(tree):
+        edits.insert_before_end(call, RESUME.format(name))
         yield f"line {call.lineno}: a relaunch continues from the last whole checkpoint, if there is one"
+
+
+def _set_later(tree: ast.Module, edits: Edits) -> Iterator[str]:
+    """Change the former arguments that a script reads or sets as attributes of its configs."""
+    configs = _results_of(tree, CONFIGS)
+    for node in ast.walk(tree):
+        target = node.targets[0] if isinstance(node, ast.Assign) else node
+        if not isinstance(target, ast.Attribute) or ast.unparse(target.value) not in configs:
+            continue
+        known = target.attr
+        if node is target and known in RENAMED.keys() - {"tokenizer"}:
+            edits.replace(target, known, RENAMED[known])
+        elif isinstance(node, ast.Assign) and known in REMOVED:
+            edits.remove(node)
+        else:
+            continue
+        yield f"line {target.lineno}: `{known}`{hint(known)}"
+
+
+def _renamed_keys(node: ast.Dict, edits: Edits) -> Iterator[str]:
+    """Rename the key of a dict for the model, as in `model_init_kwargs={"torch_dtype": ...}`."""
+    for key in node.keys:
+        if isinstance(key, ast.Constant) and key.value == MODEL_KEY:
+            edits.replace(key, MODEL_KEY, RENAMED[MODEL_KEY])
+            yield f"line {key.lineno}: `{MODEL_KEY}`{hint(MODEL_KEY)}"
 
 
 def _changed(call: ast.Call, edits: Edits) -> Iterator[str]:
     """Change the former arguments of a config or a trainer."""
     name = ast.unparse(call.func)
-    if not name.endswith(("Config", "Trainer", "Arguments")):
+    former = {*RENAMED, *REMOVED}
+    if name == "dict":
+        former = {MODEL_KEY}
+    elif not name.endswith(("Config", "Trainer", "Arguments")):
         return
+    elif not name.endswith("Trainer"):
+        former.discard("tokenizer")
     for keyword in call.keywords:
         known = keyword.arg or ""
-        # a trainer's `tokenizer` only
-        if known in RENAMED and (known != "tokenizer" or name.endswith("Trainer")):
-            edits.replace(keyword, known, RENAMED[known])
-        elif known in REMOVED:
-            edits.remove(keyword)
-        else:
+        if not known and name.endswith(("OConfig", "Trainer")):
+            unread = f"`**{ast.unparse(keyword.value)}` is not read"
+            yield f"line {keyword.lineno}: {unread}; write its entries as arguments, and repeat this command"
+        if known not in former:
             continue
+        if known in RENAMED:
+            edits.replace(keyword, known, RENAMED[known])
+        else:
+            edits.remove(keyword)
         yield f"line {keyword.lineno}: `{known}`{hint(known)}"
 
 
@@ -120,6 +185,9 @@ def main(argv: list[str]) -> int:
 
     Returns:
         `int`: 0, or 2 if the script cannot be read.
+
+    Raises:
+        `SystemExit`: with status 2, for a file that is no script.
     """
     parser = argparse.ArgumentParser("trl-multinode migrate", allow_abbrev=False)
     parser.description = (
@@ -128,6 +196,11 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("script", type=Path, help="Python file for TRL")
     path = parser.parse_args(argv).script
+    if path.suffix in NO_SCRIPTS:
+        parser.error(
+            f"{path} is not Python (expected a script): its keys are arguments of the script, which "
+            f"`trl-multinode check 4node.yaml train.py --config {path}` checks"
+        )
     try:
         text = path.read_text(encoding="utf-8")
         new, notes = migrated(text)

@@ -1,5 +1,6 @@
 """Arguments of the training script, read by the script's own parser, and the problems that it finds."""
 
+import ast
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import fields, replace
@@ -9,13 +10,14 @@ from typing import Any
 
 from ...former_arguments import did_you_mean
 from ...node_settings import ignored_settings, is_node_mode
+from ..migrate import fresh_starts
 from .launch import Batch, Engines, Launch, Problem, Script, safely
 from .script import (
     ParserCall,
     as_launched,
-    begins_anew,
     build_parser,
     find_call,
+    literal_values,
     read_script,
     trainer_of_trl,
 )
@@ -28,7 +30,7 @@ class Refused(Exception):
 
 
 def read_arguments(
-    launch: Launch, given: Script, batch_of: Callable[[list[str]], Batch | None]
+    launch: Launch, given: Script, batch_of: Callable[[Batch | None, list[str]], Batch | None]
 ) -> tuple[Script, list[Problem]]:
     """
     Pass the arguments of a script through its own parser, and build its configs without a device.
@@ -60,14 +62,10 @@ def read_arguments(
                 )
             ]
         foreign = trainer_of_trl(tree)
-        script = replace(script, trainer_of_trl=foreign, begins_anew=begins_anew(tree))
+        script = replace(script, trainer_of_trl=foreign, begins_anew=bool(fresh_starts(tree)))
         if (call := find_call(tree)) is None:
-            note = (
-                f"`{name}` has no `TrlParser`: of its arguments only those of the batch are checked"
-            )
-            return replace(
-                script, batch=batch_of(words), node_mode=foreign is None, notes=(note,)
-            ), []
+            script = replace(script, node_mode=foreign is None)
+            return _without_parser(script, tree, lambda batch: batch_of(batch, words)), []
         try:
             parser = build_parser(tree, call, path)
         except Exception as error:  # the script's own code
@@ -82,6 +80,23 @@ def read_arguments(
         except Exception as error:  # of the parser: an unreadable config file, an unknown key in it
             return script, [_stop(name, error)]
         return _read(replace(launch, script=script), parser.dataclass_types, values, unknown)
+
+
+def _without_parser(
+    script: Script, tree: ast.Module, batch_of: Callable[[Batch | None], Batch | None]
+) -> Script:
+    """Read the batch of a script that has no parser: from its words, and from its config call."""
+    literal = literal_values(tree, {one.name for one in fields(Batch)})
+    batch = batch_of(script.batch or (None if literal is None else Batch(**literal)))
+    note = (
+        f"`{script.name}` has no `TrlParser`: of its arguments only those of the batch are checked"
+    )
+    if literal is not None:
+        note += ", as its config call has them"
+    elif batch is None:
+        note = f"`{script.name}` has no `TrlParser`, and no config call with its batch in numbers: its arguments are "
+        note += "not checked; pass the batch before it, as in `--per_device_train_batch_size 8 --num_generations 8`"
+    return replace(script, batch=batch, notes=(note,))
 
 
 def _stop(name: str | None, error: Exception) -> Problem:

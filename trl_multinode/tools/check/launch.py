@@ -13,6 +13,12 @@ class Problem:
     what: str
     cure: str
 
+    @property
+    def line(self) -> str:
+        """Return problem and cure as one sentence."""
+        what = self.what.rstrip(".")
+        return f"{what}{'' if what.endswith('?') else ':'} {self.cure}"
+
 
 def problem_of(error: ValueError) -> Problem:
     """Return an error, such as a `ConfigurationError`, as a problem."""

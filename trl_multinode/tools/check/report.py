@@ -81,7 +81,7 @@ def check(
     unchecked: list[str] = []
     script = Script(batch=batch, engines=engines or Engines())
     if launch is not None and words:
-        read = partial(read_arguments, given=script, batch_of=partial(batch_of, batch))
+        read = partial(read_arguments, given=script, batch_of=batch_of)
         both, unchecked = safely(read, launch, "the script's arguments")
         script, found = both or (script, [])
     if launch is not None:

@@ -126,19 +126,29 @@ def variable_problems(launch: Launch) -> Iterator[Problem]:
         yield problem_of(error)
 
 
+def _no_gpu_left(launch: Launch) -> Problem:
+    if launch.started == 1:
+        return Problem(
+            "the only GPU of a node trains, and the engine has none (got no `vllm_devices`, expected 0)",
+            "pass `--vllm_devices 0`, in a script `vllm_devices=[0]`: then the GPU trains and generates",
+        )
+    most = max(1, launch.gpus_per_node - 1)
+    return Problem(
+        f"no GPU is left over for the engine (got {launch.started} processes a node, expected {most} or less)",
+        f"write `num_processes: {launch.num_nodes * most}`, the total, or name a training GPU in the trainer's "
+        "`vllm_devices`, to share it",
+    )
+
+
 def device_problems(launch: Launch) -> Iterator[Problem]:
     """Yield a problem if the node's processes train on every GPU that they see; the engine needs one of its own."""
     if launch.visible is None or launch.started < len(launch.visible):
         return
     if launch.visible and (launch.script.engines.vllm_devices or not launch.script.node_mode):
         return
-    most, needed = launch.gpus_per_node - 1, launch.gpus_per_node
-    if launch.started > most:
-        what = f"no GPU is left over for the engine (got {launch.started} processes a node, expected {most} or less)"
-        fewer = f"write `num_processes: {launch.num_nodes * most}`, the total, or " if most else ""
-        yield Problem(
-            what, f"{fewer}name a training GPU in the trainer's `vllm_devices`, to share it"
-        )
+    needed = launch.gpus_per_node
+    if launch.started >= needed:
+        yield _no_gpu_left(launch)
         return
     variable = gpu_variable(os.environ)
     by_ids = launch.args.gpu_ids != "all" and variable == CUDA

@@ -32,12 +32,12 @@ def batch_problems(batch: Batch, num_ranks: int) -> Iterator[Problem]:
         what = f"`generation_batch_size` is not divisible (got {world}, expected a multiple of {rows} rows x"
         what += f" {num_ranks} ranks and of {group} generations)"
         fits = _multiples(lcm(rows * num_ranks, group), near=world)
-        yield Problem(what, f"with {num_ranks} ranks pass `--generation_batch_size` {fits}")
+        yield Problem(what, f"with {num_ranks} ranks, set `generation_batch_size` to {fits}")
     elif world % group:
         yield Problem(
             f"the world batch is not divisible by `num_generations` (got {world} completions = {rows} rows x"
             f" {num_ranks} ranks x {batch.steps} steps, expected a multiple of {group})",
-            f"with {num_ranks} ranks pass {_values_that_work(batch, num_ranks)}",
+            f"with {num_ranks} ranks, set {_values_that_work(batch, num_ranks)}",
         )
 
 
@@ -62,9 +62,9 @@ def _values_that_work(batch: Batch, num_ranks: int) -> str:
     divisors = [size for size in range(2, world + 1) if world % size == 0]
     nearest = sorted(sorted(divisors, key=lambda size: abs(size - group))[:4])
     return (
-        f"`--per_device_train_batch_size` {_multiples(group // gcd(group, num_ranks * batch.steps), near=rows)}, "
-        f"or `--{steps_name}` {_multiples(group // gcd(group, num_ranks * rows), near=batch.steps)}, "
-        f"or `--num_generations` {_either(nearest)}"
+        f"`per_device_train_batch_size` to {_multiples(group // gcd(group, num_ranks * batch.steps), near=rows)}, "
+        f"or `{steps_name}` to {_multiples(group // gcd(group, num_ranks * rows), near=batch.steps)}, "
+        f"or `num_generations` to {_either(nearest)}"
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 PARSES = ("parse_args_and_config", "parse_args_into_dataclasses")
 PARSER = "trl_multinode_parser"  # name of the parser in the module that is executed
 MODULE = "trl_multinode_script"
+CONFIG = "OConfig"  # end of the names of training configs: GRPO, RLOO
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LOADS = ("from_pretrained", "from_config", "load_dataset", "load_from_disk", "pipeline")
 
@@ -76,14 +77,18 @@ def trainer_of_trl(tree: ast.Module) -> str | None:
     return None if "trl_multinode" in found else found.get("trl")
 
 
-def begins_anew(tree: ast.Module) -> bool:
-    """Return whether a script calls `trainer.train()` without an argument, and thus without a checkpoint."""
-    for call in _calls_in(tree):
-        # `model.train()` only sets a mode
-        is_training = ast.unparse(call.func).lower().endswith("trainer.train")
-        if is_training and not call.args and not call.keywords:
-            return True
-    return False
+def literal_values(tree: ast.Module, names: set[str]) -> dict[str, Any] | None:
+    """Return the constants among `names` that the only config call of a script has; `None` if it computes one."""
+    calls = [one for one in _calls_in(tree) if ast.unparse(one.func).endswith(CONFIG)]
+    if len(calls) != 1:
+        return None
+    found: dict[str, Any] = {}
+    for keyword in calls[0].keywords:
+        if keyword.arg in names and isinstance(keyword.value, ast.Constant):
+            found[keyword.arg] = keyword.value.value
+        elif keyword.arg is None or keyword.arg in names:
+            return None
+    return found
 
 
 def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:

@@ -14,7 +14,7 @@ from ...run.endings.exit_codes import CONFIGURATION
 from ...run.gpu_variables import check_accelerator
 from ...run.versions import local_versions
 from ..check.command_line import parse
-from ..check.launch import Launch, Problem
+from ..check.launch import Launch, Problem, problem_of
 from ..check.reading import read_launch
 from ..check.report import check, show
 from .child import run_command
@@ -82,7 +82,7 @@ def gpu_problems(launch: Launch) -> list[Problem]:
     try:
         check_accelerator(num_gpus, launch.args.machine_rank, needs="num_processes")
     except ConfigurationError as error:
-        return [Problem(str(error).removesuffix(error.cure).strip(), error.cure)]
+        return [problem_of(error)]
     return []
 
 
@@ -109,7 +109,7 @@ def meet(launch: Launch | None, problems: Sequence[Problem], timeout_s: float) -
         say(f"error: {NO_PLACE}")
         return CONFIGURATION
     gpus = torch.cuda.device_count() if launch.visible is not None else 0
-    told = [f"{problem.what}: {problem.cure}" for problem in problems]
+    told = [problem.line for problem in problems]
     hello = hello_of(launch, gpus, launch.started, local_versions(), told)
     try:
         return asyncio.run(call(place, hello)).code

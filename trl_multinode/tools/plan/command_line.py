@@ -4,9 +4,10 @@ import argparse
 import json
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from ..check import check
+from ..check import Launch, Problem, check
+from ..layout import Layout
 from ..text import positive
 from . import PlanError
 from .hardware import Cluster, parse_gpu, parse_nodes, parse_split
@@ -14,7 +15,7 @@ from .layouts import colocated_layouts, split_layouts
 from .measured import read_run
 from .model_size import model_size
 from .task import Rows, Task
-from .text import text_of
+from .text import Asked, text_of
 from .training import OFFLOADS
 
 PROG = "trl-multinode plan"
@@ -83,7 +84,7 @@ def main(argv: list[str]) -> int:
         `int`: 0 if a layout fits, 1 if none does, 2 for arguments that cannot be planned.
     """
     try:
-        options, script = parse(argv)
+        options, asked = parse(argv)
         task, pairs = task_of(options)
     except PlanError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
@@ -96,12 +97,12 @@ def main(argv: list[str]) -> int:
         layouts = [asdict(each) | {"fits": each.fits} for each in (*splits, *colocated)]
         print(json.dumps({"task": asdict(task), "layouts": layouts}, indent=1))
     else:
-        print(text_of(task, splits, colocated, shlex.join(script)))
+        print(text_of(task, splits, colocated, asked))
     return 0 if any(each.fits for each in (*splits, *colocated)) else 1
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the command line; return the options, and the script with its arguments if there is one.
+def parse(argv: list[str]) -> tuple[argparse.Namespace, Asked]:
+    """Parse the command line; return the options, and what the commands at the end of the plan repeat.
 
     Raises:
         `SystemExit`: with status 2, for an unknown or missing option.
@@ -112,16 +113,30 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     script = [options.script, *words] if options.script else []
     if words and not script:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
+    asked = Asked(
+        shlex.join([*(script or ["train.py"]), *_numbers(options)]), options.rows is not None
+    )
     if script:
-        read_script(options, script)
+        asked = read_script(options, script, asked)
     missing = [name for name in ("nodes", "completion", "rows") if getattr(options, name) is None]
     if missing:
         parser.error(f"--{missing[0]} is required, unless a config file and a script give it")
-    return options, script
+    return options, asked
 
 
-def read_script(options: argparse.Namespace, script: list[str]) -> None:
+def _numbers(options: argparse.Namespace) -> list[str]:
+    """Return the arguments of a script for model and lengths that were given to the plan."""
+    flags = [] if options.script else ["--model_name_or_path", options.model]
+    if options.completion:
+        flags += ["--max_completion_length", str(options.completion)]
+    return flags
+
+
+def read_script(options: argparse.Namespace, script: list[str], asked: Asked) -> Asked:
     """Fill in what a config file of accelerate and the arguments of a script say, where no option does.
+
+    Returns:
+        [`Asked`]: with the config file and its layout.
 
     Raises:
         `PlanError`: if they name no model, or cannot be read.
@@ -130,9 +145,9 @@ def read_script(options: argparse.Namespace, script: list[str]) -> None:
     node = ["--machine_rank", "0", "--main_process_ip", "HOST0"]
     launch, problems = check(path, [*node, *script], gpus_per_node=gpus, port=False)
     if launch is None or launch.script.batch is None or launch.script.model is None:
-        first = f": {problems[0].what}" if problems else ""
+        reason = _reason(launch, problems)
         raise PlanError(
-            f"{path} and {script[0]} do not say model and batch{first}. Give the model instead of the file, with "
+            f"{path} and {script[0]} do not say model and batch: {reason}. Give the model instead of the file, with "
             "--nodes, --completion and --rows."
         )
     found, batch = launch.script.values, launch.script.batch
@@ -142,6 +157,17 @@ def read_script(options: argparse.Namespace, script: list[str]) -> None:
     options.rows = options.rows or batch.world(launch.num_ranks) // launch.num_nodes
     if options.micro_rows is None and not found.get("micro_batch_tokens"):
         options.micro_rows = batch.per_device_train_batch_size
+    layout = Layout(launch.num_nodes, launch.ranks_per_node, gpus)
+    return replace(asked, file=path, layout=layout, group=batch.num_generations)
+
+
+def _reason(launch: Launch | None, problems: list[Problem]) -> str:
+    """Return the reason why a launch says no model or no batch."""
+    if problems:
+        return problems[0].what
+    if launch is not None and launch.script.notes:
+        return launch.script.notes[0]
+    return "no `--model_name_or_path` is among the script's arguments"
 
 
 def task_of(options: argparse.Namespace) -> tuple[Task, list[tuple[int, int]]]:

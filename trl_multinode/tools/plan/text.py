@@ -1,8 +1,12 @@
 """Text of a plan: its tables; the template has the answers and the assumptions."""
 
+import math
+from dataclasses import dataclass
+from pathlib import Path
 from textwrap import fill as wrap
 
 from .. import config
+from ..check.launch import Batch
 from ..layout import Layout as ConfigLayout
 from ..text import fill
 from . import hardware, layouts, rounds, training
@@ -15,8 +19,32 @@ STALENESS = {"after": 0, "beside": 1, "in_flight": OPEN_ROUNDS}
 WAYS = {way: f"with `max_staleness={rounds}`" for way, rounds in STALENESS.items()}
 
 
-def text_of(task: Task, splits: list[Layout], colocated: list[Layout], script: str = "") -> str:
-    """Return the whole plan as text, with the commands of `script`, which are shell words."""
+@dataclass(frozen=True)
+class Asked:
+    """Words of the command line that the commands at the end of a plan repeat.
+
+    Args:
+        script (`str`):
+            Shell words: the script, its arguments, and those that were given as numbers.
+        rows (`bool`):
+            Whether the rows of a round were given as a number.
+        file (`str`, *optional*):
+            Config file of accelerate.
+        layout ([`~trl_multinode.tools.layout.Layout`], *optional*):
+            Layout of that file.
+        group (`int`, *optional*, defaults to `8`):
+            Completions of a prompt.
+    """
+
+    script: str
+    rows: bool
+    file: str | None = None
+    layout: ConfigLayout | None = None
+    group: int = Batch.num_generations
+
+
+def text_of(task: Task, splits: list[Layout], colocated: list[Layout], asked: Asked) -> str:
+    """Return the whole plan as text."""
     fitting = [each for each in splits if each.fits]
     best = best_of(fitting)
     filled = fill(
@@ -33,9 +61,11 @@ def text_of(task: Task, splits: list[Layout], colocated: list[Layout], script: s
         awake=awake_rows(task, colocated),
         ways=WAYS,
         staleness=STALENESS,
-        script=script,
+        asked=asked,
         config_name=config.name_of,
         config_layout=lambda one: ConfigLayout(task.cluster.nodes, one.training, task.cluster.gpus),
+        micro_steps=micro_steps,
+        exists=lambda name: Path(name).exists(),
         best_of=best_of,
         aligned=aligned,
         gib=lambda num_bytes: f"{num_bytes / hardware.GIB:.1f}",
@@ -52,6 +82,22 @@ def text_of(task: Task, splits: list[Layout], colocated: list[Layout], script: s
             wrap(" ".join(each.split()), WIDTH, initial_indent="  - ", subsequent_indent="    ")
         )
     return "\n".join([tables, *lines])
+
+
+def micro_steps(task: Task, best: Layout, group: int) -> tuple[int, int]:
+    """Return rows and number of a rank's micro-batches, with about the planned rows and with whole groups."""
+    planned = task.rows.number / best.training
+    most = task.micro_rows or best.micro_rows
+    least = math.ceil(planned / most)
+    found = []
+    # `group` numbers in a row: one of them is a multiple of it, with which any number of rows is
+    for steps in range(least, least + group):
+        multiple = group // math.gcd(group, task.cluster.nodes * best.training * steps)
+        rows = multiple * min(max(1, round(planned / steps / multiple)), most // multiple)
+        if rows:
+            found.append((abs(rows * steps - planned), steps, rows))
+    _, steps, rows = min(found)
+    return rows, steps
 
 
 def shown(task: Task, every: list[Layout]) -> list[Layout]:

@@ -5,10 +5,13 @@ It loads neither torch nor accelerate, so it runs on any login node. The texts a
 """
 
 import argparse
+import math
 import re
 import shlex
 import sys
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,10 @@ INSTALLED = {
 IN_PRIVATE = (
     "Keep it in a file on the nodes that only you may read, as in `export HF_TOKEN=...`, and use "
     "`--setup 'source ~/secrets.env'`."
+)
+FOR_PODS = (
+    "Put it into a Secret of the cluster, as with `kubectl create secret generic hf --from-literal=HF_TOKEN=...`, and "
+    "pass `--secret hf`."
 )
 # Kind -> its template, and what it is
 KINDS = {
@@ -54,29 +61,40 @@ def _seconds(text: str) -> int:
     return int(text)
 
 
-def _script(text: str) -> str:
-    """Refuse arguments with a secret: the file has them for all who may read it, and so has `ps` on every node."""
+def _public(kind: str, flag: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Refuse a text with a secret: the file has it for all who may read it, and so may `ps` on every node."""
+
+    def checked(text: str) -> Any:
+        if found := _secret_in(text, is_shell=flag == "--setup"):
+            cure = FOR_PODS if kind == "k8s" else IN_PRIVATE
+            raise argparse.ArgumentTypeError(f"{found}, which the file would show. {cure}")
+        return parse(text)
+
+    return checked
+
+
+def _secret_in(text: str, is_shell: bool) -> str | None:
+    """Return a description of a secret in the words of a text; a variable of a shell is none."""
+    if has_secret_form(text):
+        return "the text has the form of a token"
     try:
         words = shlex.split(text)
     except ValueError:
-        return text  # which the check of the launch refuses
-    for word, following in zip_longest(words, words[1:], fillvalue=""):
-        flag, equals, value = word.partition("=")
-        has_value = value if equals else not following.startswith("-")
-        if flag.startswith("--") and is_secret_name(flag) and has_value:
-            raise argparse.ArgumentTypeError(
-                f"`{flag}` would put a secret into the file. {IN_PRIVATE}"
-            )
-        if has_secret_form(word):
-            raise argparse.ArgumentTypeError(f"an argument has the form of a token. {IN_PRIVATE}")
-    return text
+        return None  # which the check of the launch refuses
+    for name, value in _named_values(words):
+        if value and is_secret_name(name) and not (is_shell and value.startswith("$")):
+            return f"`{name}` has the value of a secret"
+    return None
 
 
-def _variable(text: str) -> tuple[str, str]:
-    name, value = _pattern(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", "NAME=VALUE in one line")(text)
-    if value and (is_secret_name(name) or has_secret_form(value)):
-        raise argparse.ArgumentTypeError(f"`{name}` would put a secret into the file. {IN_PRIVATE}")
-    return name, value
+def _named_values(words: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of `NAME=VALUE`, `--name=VALUE` and `--name VALUE`."""
+    for word, following in zip_longest(words, words[1:], fillvalue="?"):
+        name, equals, value = word.rpartition("=")
+        if equals:
+            yield name, value
+        elif word.startswith("--") and not following.startswith("-"):
+            yield word, following
 
 
 def _sbatch_line(text: str) -> str:
@@ -93,8 +111,8 @@ def _sbatch_line(text: str) -> str:
 
 def _toleration(text: str) -> dict[str, str]:
     """Read a toleration in the words of `kubectl taint`: KEY, KEY=VALUE, each with :EFFECT or without."""
-    expected = "KEY[=VALUE][:EFFECT], as in nvidia.com/gpu:NoSchedule"
-    name, value, effect = _pattern("([^=:]+)(?:=([^:]*))?(?::([A-Za-z]+))?", expected)(text)
+    expected = f"KEY[=VALUE][:EFFECT] with the effect {EFFECTS.replace('|', ' or ')}, as in nvidia.com/gpu:NoSchedule"
+    name, value, effect = _pattern(f"([^=:]+)(?:=([^:]*))?(?::({EFFECTS}))?", expected)(text)
     found = {"key": name, "operator": "Exists" if value is None else "Equal"}
     found |= {} if value is None else {"value": value}
     return found | ({"effect": effect} if effect else {})
@@ -104,6 +122,7 @@ def _shell_words(text: str) -> str:
     return shlex.join(shlex.split(text))
 
 
+EFFECTS = "NoSchedule|PreferNoSchedule|NoExecute"  # of a taint, as Kubernetes knows them
 # Flags of sbatch that the job file sets for itself, and the reason or the option of this command
 NEEDED_BY_FILE = {
     "--nodes": "it is `num_machines` of the config file",
@@ -125,7 +144,6 @@ COMMON: dict[str, dict[str, Any]] = {
     "file": {"help": "config file of `accelerate launch`, as `trl-multinode config 4x8` writes it"},
     "--script": {
         "required": True,
-        "type": _script,
         "help": "training script and its arguments, as in --script 'train.py --max_steps 100'",
     },
     "--out": {"metavar": "FILE", "help": "file to write; it must not exist (default: standard output)"},
@@ -145,7 +163,11 @@ COMMON: dict[str, dict[str, Any]] = {
         "type": _seconds, "default": 600, "metavar": "S", "help": "longest wait of the roll-call (default: 600)"
     },
     "--env": {
-        "action": "append", "default": [], "type": _variable, "metavar": "NAME=VALUE", "help": "variable of every node"
+        "action": "append",
+        "default": [],
+        "type": _pattern("([A-Za-z_][A-Za-z0-9_]*)=(.*)", "NAME=VALUE in one line"),
+        "metavar": "NAME=VALUE",
+        "help": "variable of every node",
     },
     "--setup": {
         "default": "",
@@ -218,7 +240,11 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "--folder": {"help": "folder with config file and script, the same on every host (default: the present one)"},
     },
     "skypilot": {
-        "--gpu": {"metavar": "NAME", "help": "kind of GPU in SkyPilot's words, as in --gpu H100"},
+        "--gpu": {
+            "metavar": "NAME",
+            "type": _pattern("[^:]+", "the kind alone, as in H100; the number is --gpus_per_node"),
+            "help": "kind of GPU in SkyPilot's words, as in --gpu H100",
+        },
         "--image": {"help": "container image with this package, which is installed otherwise"},
         "--package": INSTALLED,
         "--spot": {"action": "store_true", "help": "spot instances"},
@@ -246,6 +272,8 @@ def make_parser() -> argparse.ArgumentParser:
     for name, (_, what) in KINDS.items():
         kind = kinds.add_parser(name, help=what, description=f"Write {what}.", allow_abbrev=False)
         for flag, settings in (COMMON | OWN[name]).items():
+            if settings.get("action") != "store_true":
+                settings = settings | {"type": _public(name, flag, settings.get("type", str))}
             kind.add_argument(*dict.fromkeys((flag, flag.replace("_", "-"))), **settings)
     return parser
 
@@ -272,6 +300,44 @@ def check_options(job: Job, options: argparse.Namespace) -> None:
             )
 
 
+def check_sbatch(job: Job, given: list[str]) -> None:
+    """Refuse a time limit without time for a checkpoint, and a number of GPUs that is not the job's.
+
+    Raises:
+        [`JobError`]: with the flag and what it should be.
+    """
+    for line in given:
+        flag, value = _pattern("(--[a-z-]+|-[a-zA-Z])[= ]?(.*)", "a flag")(line)
+        if flag in ("--time", "-t") and _limit_s(value) <= job.kill_s:
+            raise JobError(
+                f"`{line}` leaves no time to train (got {_limit_s(value)} s, expected more than the {job.kill_s} s "
+                "that a checkpoint may take); raise it, or pass a shorter --grace"
+            )
+        if flag in REPLACED["--gpus-per-node"]:
+            _check_gpus(job, flag, value)
+
+
+def _check_gpus(job: Job, flag: str, value: str) -> None:
+    # `gpu:h100:8,nvme:1`, `h100:8` or `8`
+    pattern = r"\bgpu[^,]*?:(\d+)\b" if flag == "--gres" else r"(?:^|:)(\d+)\b"
+    number = sum(map(int, re.findall(pattern, value)))
+    expected = job.gpus * (job.nodes if flag in ("--gpus", "-G") else 1)
+    if number and number != expected:
+        raise JobError(
+            f"`{flag}` asks for other GPUs than the job has (got {number}, expected {expected}); correct it, or pass "
+            "--gpus_per_node"
+        )
+
+
+def _limit_s(text: str) -> float:
+    """Return the seconds of a time limit M, M:S or H:M:S; infinity for one of days, or without a limit."""
+    parts = text.split(":")
+    if not all(part.isdigit() for part in parts):
+        return math.inf
+    units = (3600, 60, 1) if len(parts) == 3 else (60, 1)
+    return sum(map(mul, map(int, parts), units))
+
+
 def replaced_by(given: list[str]) -> set[str]:
     """Return the lines of the file that flags of the user replace."""
     flags = {re.split("[= ]", flag)[0] for flag in given}
@@ -290,6 +356,7 @@ def main(argv: list[str]) -> int:
             options.file, options.script, options.gpus_per_node, options.grace, options.timeout
         )
         check_options(job, options)
+        check_sbatch(job, getattr(options, "sbatch", []))
         # a pod has its script in the image, a host of ssh in its folder
         if options.kind != "k8s" and not getattr(options, "folder", None):
             check_script(job.script)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 LONGEST = 2000  # characters of a text on the page
+TEXTS = ("prompt", "completion")  # behind the numbers, which a narrow page shows first
 SHOWN = 5  # of the highest, and as many of the lowest advantage
 
 
@@ -19,7 +20,9 @@ def _shown(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the rows of the highest, then those of the lowest advantage."""
     rows.sort(key=lambda row: -(row.get("advantage") or 0.0))
     ends = rows if len(rows) <= 2 * SHOWN else [*rows[:SHOWN], *rows[-SHOWN:]]
-    columns = [name for name in rows[0] if name != "step"]
+    columns = sorted(
+        rows[0].keys() - {"step"}, key=lambda name: (name in TEXTS, list(rows[0]).index(name))
+    )
     return {
         "step": rows[0].get("step"),
         "of": len(rows),

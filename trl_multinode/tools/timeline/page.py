@@ -15,6 +15,7 @@ FILES = Path(__file__).parent / "page_files"
 MOST_PIECES = 40_000  # of the timeline: 1 MB of the page, and drawn in below 0.1 s
 MOST_BARS = 100_000  # nodes x steps of the bars
 PHASES = list(COLORS)
+CHARTS = [[name[2:].replace("_", " "), metric] for name, metric in OVERVIEW.items()]
 RUN = ("model", "nodes", "ranks_per_node", "engines_per_node", "engine_gpus")
 
 
@@ -68,12 +69,12 @@ def page_data(run: Run, steps: range) -> dict[str, Any]:
             if mark.kind == "lost"
         ],
         "run": {name: run.settings[name] for name in RUN if run.settings.get(name)},
-        "started": run.settings.get("time", 0),
+        "started": run.begin,
         "settings": run.settings.get("settings", {}),
         "defaults": run.settings.get("defaults", {}),
         "versions": run.settings.get("versions", {}),
         "metrics": metrics(run.logs),
-        "overview": list(OVERVIEW.values()),
+        "overview": CHARTS,
         "completions": run.completions,
         "bars": bars(run, steps),
         "timeline": {

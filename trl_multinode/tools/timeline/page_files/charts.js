@@ -44,6 +44,13 @@ function tip(event, lines) {
   box.style.top = `${event.clientY + 14}px`;
 }
 
+// Writes a text around `x`, or beside it where an edge would cut it.
+function tickName(context, text, x, y, left, right) {
+  const half = context.measureText(text).width / 2;
+  context.textAlign = "center";
+  context.fillText(text, Math.min(Math.max(x, left + half), right - half), y);
+}
+
 function axisName(context, name, left, width, height) {
   context.textAlign = "center";
   context.fillText(name, (left + width - 8) / 2, height - 5);
@@ -66,7 +73,7 @@ function lineChart(canvas, points, tall) {
     context.textAlign = "right"; context.fillText(short(value), left - 6, y(value) + 4);
   }
   for (const step of ticks(first, last, Math.max(2, width / 120)).filter(Number.isInteger)) {
-    context.textAlign = "center"; context.fillText(short(step), x(step), height - 20);
+    tickName(context, short(step), x(step), height - 20, 0, width);
   }
   axisName(context, "step", left, width, height);
   context.strokeStyle = "#0072b2";
@@ -105,10 +112,9 @@ function barChart(canvas, bars, rows, most, phases) {
     });
   });
   context.fillStyle = style("--dim");
-  context.textAlign = "center";
   const every = Math.ceil(rows.length / Math.max(2, width / 70));
   bars.steps.forEach((step, index) => {
-    if (index % every === 0) context.fillText(String(step), left + (index + 0.5) * wide, height - 18);
+    if (index % every === 0) tickName(context, String(step), left + (index + 0.5) * wide, height - 18, 0, width);
   });
   axisName(context, "step", left, width, height);
   canvas.onmousemove = (event) => {

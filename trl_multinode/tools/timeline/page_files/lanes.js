@@ -64,7 +64,8 @@ class Lanes {
       const x = this.x(at);
       if (x < this.label - 1 || x < free) continue;
       context.textAlign = "left";
-      context.fillText(`step ${step}`, x + 3, 13);
+      const name = `step ${step}`;
+      if (x + 3 + context.measureText(name).width < this.canvas.clientWidth) context.fillText(name, x + 3, 13);
       context.globalAlpha = 0.4;
       context.beginPath(); context.moveTo(x, 4); context.lineTo(x, height - FOOT); context.stroke();
       context.globalAlpha = 1;
@@ -103,9 +104,8 @@ class Lanes {
 
   drawTimes(context, height) {
     context.fillStyle = style("--dim");
-    context.textAlign = "center";
     for (const at of ticks(this.from, this.to, Math.max(2, this.wide / 110))) {
-      context.fillText(`${short(at + this.data.offset)} s`, this.x(at), height - 19);
+      tickName(context, `${short(at + this.data.offset)} s`, this.x(at), height - 19, this.label, this.canvas.clientWidth);
     }
     axisName(context, "seconds since the start", this.label, this.canvas.clientWidth, height);
   }

@@ -54,15 +54,15 @@ function fillEndings() {
 }
 
 function fillOverview() {
-  const names = data.overview.filter((name) => name in data.metrics);
-  if (!names.length) by("overview").append(element("p", "The run has no logs.", "hint"));
-  const canvases = names.map((name) => {
+  const found = data.overview.filter(([, metric]) => metric in data.metrics);
+  if (!found.length) by("overview").append(element("p", "The run has no logs.", "hint"));
+  const canvases = found.map(([name, metric]) => {
     const box = element("div"), canvas = element("canvas");
-    box.append(element("p", name, "hint"), canvas);
+    box.append(element("p", name === metric ? name : `${name}: ${metric}`, "hint"), canvas);
     by("overview").append(box);
     return canvas;
   });
-  return () => canvases.forEach((canvas, index) => lineChart(canvas, data.metrics[names[index]], 150));
+  return () => canvases.forEach((canvas, index) => lineChart(canvas, data.metrics[found[index][1]], 150));
 }
 
 function fillCompletions() {
