@@ -298,7 +298,7 @@ def moves_the_generator(trainer: Any) -> bool:
     devices = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices):
         before = _generators(device)
-        trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids))
         after = _generators(device)
     return not all(map(torch.equal, before, after))
 
