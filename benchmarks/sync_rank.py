@@ -62,16 +62,11 @@ from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights.buckets import slot_bytes
 from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.probe import probe_tokens
+from trl_multinode.weights.sender import BucketSender
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.timings import SyncTimings
-from trl_multinode.wire.messages import (
-    NUM_SLOTS,
-    BeginUpdate,
-    CommitUpdate,
-    LoadBucket,
-    WeightVersion,
-)
+from trl_multinode.wire.messages import NUM_SLOTS, UpdateWeights, WeightVersion
 
 folder, size, engine_module, repeats, arms = Path(sys.argv[1]), sys.argv[2], *sys.argv[3:6]
 # hidden, MLP, layers, vocabulary, MiB
@@ -111,22 +106,17 @@ class PerParameter:
         self.version = WeightVersion()
 
     def update_named_params(self, metadata, parameters) -> None:
-        tensors, on_the_way = iter(parameters), []
-        self.engines.ask_all(BeginUpdate(version=self.version))
-        for index, specs in enumerate(self.sync._layouts):
-            if len(on_the_way) == NUM_SLOTS:
-                self.engines[0].wait(on_the_way.pop(0))
-            for spec in specs:
-                name, tensor = next(tensors)
-                assert name == spec.name, (name, spec.name)
-                self.sync._slots.write(index % NUM_SLOTS, [spec], [Pieces.whole(tensor)])
-            on_the_way.append(
-                self.engines[0].post(LoadBucket(bucket=index, slot=index % NUM_SLOTS))
-            )
-        assert next(tensors, None) is None
-        while on_the_way:
-            self.engines[0].wait(on_the_way.pop(0))
-        self.engines.ask_all(CommitUpdate())
+        tensors, slots, layouts = iter(parameters), self.sync._slots, self.sync._layouts
+        update = UpdateWeights(version=self.version, turn=slots.signals.begin())
+        with BucketSender(self.engines, slots, layouts, SyncTimings(), update) as sender:
+            for index, specs in enumerate(layouts):
+                sender._wait_until_taken(index - NUM_SLOTS)
+                for spec in specs:
+                    name, tensor = next(tensors)
+                    assert name == spec.name, (name, spec.name)
+                    slots.write(index % NUM_SLOTS, [spec], [Pieces.whole(tensor)])
+                slots.signals.send(index)
+            assert next(tensors, None) is None
 
     def reset_prefix_cache(self) -> None:
         """Our commit does it."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 from waiting import until
@@ -16,7 +17,7 @@ from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.errors import EngineDiedError
 from trl_multinode.transports.opening import open_slots
 from trl_multinode.wire.connection import Connection
-from trl_multinode.wire.messages import BeginUpdate, EngineSpec, Ready, WeightVersion
+from trl_multinode.wire.messages import EngineSpec, Ready, UpdateWeights, WeightVersion
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -56,19 +57,30 @@ class Keeper(Backend):
         return CompletionBuffer()
 
     async def open_slots(self, request) -> None:
-        self._buckets = request.buckets
         self.opened = open_slots(request, torch.device("cpu"))
 
     async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
         return [self.opened.crc(slot, num_bytes)]
 
-    async def begin_update(self, update: BeginUpdate) -> None:
+    async def begin_update(self, update: UpdateWeights) -> None:
         self._version, self._coming = update.version, {}
 
-    async def load_bucket(self, bucket: int, slot: int) -> None:
-        await asyncio.to_thread(self._before_load, self._version.update, bucket)
-        self._coming |= self.opened.take(slot, self._buckets[bucket])
-        self.loaded.append((self._version.update, bucket))
+    async def load_buckets(self, update: UpdateWeights) -> None:
+        await asyncio.to_thread(self._follow, update)
+
+    def _follow(self, update: UpdateWeights) -> None:
+        take, bucket = self.opened.take, update.first_bucket
+
+        def take_next(slot, specs):
+            self._before_load(update.version.update, bucket)
+            return take(slot, specs)
+
+        with mock.patch.object(self.opened, "take", take_next):
+            for tensors in self.opened.follow(update.turn, bucket):
+                self._coming |= tensors
+                self.loaded.append((update.version.update, bucket))
+                bucket += 1
+        self.load_s = self.opened.take_s
 
     async def commit_update(self) -> list[WeightVersion]:
         self.tensors |= self._coming

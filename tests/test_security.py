@@ -27,25 +27,26 @@ from trl_multinode.errors import EngineDiedError, EngineStartError
 from trl_multinode.run.endings.error_text import described
 from trl_multinode.run.endings.exit_codes import is_symptom
 from trl_multinode.tools import main as run_command
-from trl_multinode.transports.host_memory import HostMemory
+from trl_multinode.transports.base import SlotSettings
+from trl_multinode.transports.host_memory import HostMemory, HostSlots
+from trl_multinode.transports.signals import BucketSignals
 from trl_multinode.wire.connection import LENGTH, Connection, frame
 from trl_multinode.wire.messages import (
     Await,
-    BeginUpdate,
     CheckSlot,
-    CommitUpdate,
     Digest,
     Done,
     EngineSpec,
     Generate,
     Hello,
-    LoadBucket,
     OpenSlots,
     Peek,
     Progress,
     Ready,
     Score,
     SenderLost,
+    TensorSpec,
+    UpdateWeights,
     WeightVersion,
     pack_ids,
 )
@@ -65,9 +66,8 @@ REQUESTS = [
         request_id=6, transport="none", memory=msgspec.Raw(b"\x01"), slot_bytes=0, buckets=()
     ),
     CheckSlot(request_id=7, slot=-1, num_bytes=2**60, crc=0),
-    BeginUpdate(request_id=8, version=WeightVersion(-1, 2**60), first_bucket=99, in_flight=True),
-    LoadBucket(request_id=9, bucket=-5, slot=77),
-    CommitUpdate(request_id=10),
+    UpdateWeights(request_id=8, version=WeightVersion(-1, 2**60), first_bucket=99, in_flight=True),
+    UpdateWeights(request_id=9, version=WeightVersion(1, 1), turn=-5),
     Digest(request_id=11),
     Peek(request_id=12),
 ]
@@ -178,21 +178,43 @@ def test_bytes_of_a_connection_without_a_hello_are_not_kept(tmp_path):
         rank.wait_for("1073741824 bytes (limit 4096)")
 
 
+@contextmanager
+def opened_slots(sender: Connection, folder: Path) -> Iterator[BucketSignals]:
+    """Slots with one bucket of one tensor that the server has opened, and their signals."""
+    slots = HostSlots(64, SlotSettings(folder=folder))
+    request = OpenSlots(
+        request_id=9,
+        transport="host",
+        memory=msgspec.Raw(msgspec.msgpack.encode(slots.open_for(0))),
+        slot_bytes=64,
+        buckets=((TensorSpec("w", "float32", (2,), 0, 8),),),
+        signals=str(slots.signals.path),
+    )
+    try:
+        assert isinstance(ask(sender, request), Done)
+        slots.opened()
+        yield slots.signals
+    finally:
+        slots.close()
+
+
 def test_an_update_whose_sender_vanishes_ends_as_failed_and_the_next_one_heals(tmp_path):
     version = WeightVersion(1, 0)
     with server(tmp_path) as (_, path), connected(path) as other:
-        with connected(path) as sender:
-            assert isinstance(ask(sender, BeginUpdate(request_id=2, version=version)), Done)
+        with connected(path) as sender, opened_slots(sender, tmp_path) as signals:
+            update = UpdateWeights(request_id=2, version=version, turn=signals.begin())
+            sender.send(update, HANG_S)
         assert isinstance(ask(other, Await(request_id=3, min_update=1)), Done)
         refused = ask(other, Score(request_id=4, prompt=pack_ids([1, 2])))
         assert isinstance(refused, SenderLost) and "sender" in refused.message
         assert is_symptom(refused.error(refused.message)), (
             "or it would hide the end of the sender's process"
         )
-        with connected(path) as sender:
-            version = WeightVersion(2, 1)
-            assert isinstance(ask(sender, BeginUpdate(request_id=2, version=version)), Done)
-            assert ask(sender, CommitUpdate(request_id=3)).version == version
+        with connected(path) as sender, opened_slots(sender, tmp_path) as signals:
+            version, turn = WeightVersion(2, 1), signals.begin()
+            signals.send(0)
+            update = UpdateWeights(request_id=2, version=version, turn=turn)
+            assert ask(sender, update).version == version
         # its end was no failure
         assert ask(other, Await(request_id=5, min_update=2)).version == version
 

@@ -3,6 +3,7 @@
 `python -m gpu_kit.holder SPEC.json`
 """
 
+import asyncio
 import os
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from trl_multinode.engine_process.backend import Backend
 from trl_multinode.engine_process.main import main
 from trl_multinode.transports.opening import open_slots
-from trl_multinode.wire.messages import BeginUpdate, EngineSpec, OpenSlots, Ready, WeightVersion
+from trl_multinode.wire.messages import EngineSpec, OpenSlots, Ready, UpdateWeights, WeightVersion
 
 
 class HolderBackend(Backend):
@@ -35,19 +36,21 @@ class HolderBackend(Backend):
         raise NotImplementedError
 
     async def open_slots(self, request: OpenSlots) -> None:
-        self._buckets = request.buckets
         self._slots = open_slots(request, self._device)
 
     async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
         return [self._slots.crc(slot, num_bytes)]
 
-    async def begin_update(self, update: BeginUpdate) -> None:
+    async def begin_update(self, update: UpdateWeights) -> None:
         self._version = update.version
 
-    async def load_bucket(self, bucket: int, slot: int) -> None:
-        self._taken = self._slots.take(slot, self._buckets[bucket])
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+    async def load_buckets(self, update: UpdateWeights) -> None:
+        await asyncio.to_thread(self._follow, update)
+
+    def _follow(self, update: UpdateWeights) -> None:
+        for tensors in self._slots.follow(update.turn, update.first_bucket):
+            self._taken = tensors
+        self.load_s = self._slots.take_s
 
     async def commit_update(self) -> list[WeightVersion]:
         return [self._version]

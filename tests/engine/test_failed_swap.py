@@ -10,12 +10,9 @@ from waiting import HANG_S
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.wire.connection import LENGTH, _reply_decoder
 from trl_multinode.wire.messages import (
-    BeginUpdate,
-    CommitUpdate,
-    Done,
     Generate,
-    LoadBucket,
     SyncFailed,
+    UpdateWeights,
     WeightVersion,
     pack_ids,
 )
@@ -43,9 +40,11 @@ class Freezing:
     async def begin_update(self, update):
         self.calls.append("frozen" if update.in_flight else "begun")
 
-    async def load_bucket(self, bucket, slot):
+    load_s = 0.0
+
+    async def load_buckets(self, update):
         if self._fails:
-            raise RuntimeError("Weight bucket 3 came, bucket 1 was due.")
+            raise RuntimeError("The sender of the update ended before bucket 1.")
 
     async def commit_update(self):
         return self._committed
@@ -84,13 +83,7 @@ async def swap_beside_a_row(backend: Freezing) -> tuple[list, list]:
     )
     running = asyncio.create_task(row.ask(request))
     await asyncio.sleep(0)
-    for message in (
-        BeginUpdate(version=SECOND, in_flight=True),
-        LoadBucket(bucket=0, slot=0),
-        CommitUpdate(),
-    ):
-        if not isinstance(await sender.ask(message), Done):
-            break
+    await sender.ask(UpdateWeights(version=SECOND, in_flight=True))
     if backend.calls[-1] == "resumed":
         running.cancel()
     await asyncio.wait([running], timeout=HANG_S)
@@ -100,7 +93,7 @@ async def swap_beside_a_row(backend: Freezing) -> tuple[list, list]:
 @pytest.mark.parametrize(
     ("backend", "failure", "reason"),
     [
-        (Freezing([SECOND], fails=True), "Failure", "bucket 1 was due"),
+        (Freezing([SECOND], fails=True), "Failure", "before bucket 1"),
         (Freezing([FIRST]), "WrongVersion", r"update 1 \(step 10\).* update 2"),
         (Freezing([SECOND, FIRST]), "Failure", "different"),
     ],

@@ -21,9 +21,7 @@ from trl_multinode.wire import messages
 from trl_multinode.wire.connection import LENGTH, Connection, frame, read_request, reason_of_end
 from trl_multinode.wire.messages import (
     Await,
-    BeginUpdate,
     CheckSlot,
-    CommitUpdate,
     Completion,
     Completions,
     Digest,
@@ -35,7 +33,6 @@ from trl_multinode.wire.messages import (
     Generate,
     Hello,
     Image,
-    LoadBucket,
     OpenSlots,
     Peek,
     Progress,
@@ -46,6 +43,7 @@ from trl_multinode.wire.messages import (
     Shutdown,
     SyncFailed,
     TensorSpec,
+    UpdateWeights,
     VersionSpan,
     WeightVersion,
     WrongVersion,
@@ -78,9 +76,9 @@ REQUESTS = [
     OpenSlots(request_id=12, **memory("ipc", DeviceMemory(((b"\0h", 3, True),), 1)), slot_bytes=1, buckets=()),
     OpenSlots(request_id=13, **memory("nccl", Broadcast("nccl", "/run/store", 5, 3, 30.0)), slot_bytes=1, buckets=()),
     CheckSlot(request_id=14, slot=1, num_bytes=2**20, crc=2**32 - 1),
-    BeginUpdate(request_id=7, version=VERSION, first_bucket=3, in_flight=True, recompute_kv=True),
-    LoadBucket(request_id=8, bucket=2, slot=0),
-    CommitUpdate(request_id=9),
+    UpdateWeights(
+        request_id=7, version=VERSION, turn=5, first_bucket=3, in_flight=True, recompute_kv=True
+    ),
     Digest(request_id=11),
     Peek(request_id=15),
     Shutdown(request_id=10),
@@ -96,8 +94,8 @@ REPLIES = [
         Completion(b"", b"", (VersionSpan(4, 28, 0),), request_id=9),
     )),
     Done(
-        request_id=3, version=VERSION, seconds=1.5, kv_use=0.25,
-        times=EngineTimes(clock_s=9.0, busy_s=4.0, slot_s=2.5, frozen_s=0.5),
+        request_id=3, version=VERSION, kv_use=0.25,
+        times=EngineTimes(clock_s=9.0, busy_s=4.0, slot_s=2.5, frozen_s=0.5, load_s=1.5, commit_s=0.1),
     ),
     Digests(request_id=5, workers=("ab", "cd")),
     *(

@@ -11,7 +11,7 @@ from trl_multinode.engine_process.gate import WeightGate
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.engine_process.vllm_backend import VllmBackend
 from trl_multinode.wire.connection import LENGTH, _reply_decoder
-from trl_multinode.wire.messages import BeginUpdate, CommitUpdate, Failure, WeightVersion
+from trl_multinode.wire.messages import Failure, UpdateWeights, WeightVersion
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_a_prefix_cache_that_vllm_keeps_is_an_error(was_reset, monkeypatch):
     backend = VllmBackend(SimpleNamespace())
     backend._llm = SimpleNamespace(
         finish_weight_update=lambda: answer(None),
-        collective_rpc=lambda method: answer([(3, 7, 0)]),
+        collective_rpc=lambda method: answer([(3, 7, 0, 2_000_000)]),
         reset_prefix_cache=lambda **keywords: answer(was_reset),
         resume_generation=lambda: answer(None),
     )
-    assert asyncio.run(backend.commit_update()) == [WeightVersion(3, 7)]
+    assert asyncio.run(backend.commit_update()) == [WeightVersion(3, 7)] and backend.load_s == 2.0
     if was_reset:
         asyncio.run(backend.resume(WeightVersion(3, 7)))
     else:
@@ -62,6 +62,8 @@ class Divided:
 
     async def begin_update(self, update): ...
 
+    async def load_buckets(self, update): ...
+
     async def commit_update(self):
         return [WeightVersion(2, 20), WeightVersion(1, 10)]
 
@@ -72,11 +74,11 @@ def test_workers_that_committed_different_versions_fail_the_update():
 
     async def update() -> None:
         server = EngineServer(SimpleNamespace(), Divided())
-        for request in (BeginUpdate(version=WeightVersion(2, 20)), CommitUpdate()):
-            await asyncio.wait_for(server._answer(request, rank), HANG_S)
+        request = UpdateWeights(version=WeightVersion(2, 20))
+        await asyncio.wait_for(server._answer(request, rank), HANG_S)
 
     asyncio.run(update())
-    *_, reply = (_reply_decoder.decode(data[LENGTH.size :]) for data in sent)
+    (reply,) = (_reply_decoder.decode(data[LENGTH.size :]) for data in sent)
     assert isinstance(reply, Failure) and "step=10" in reply.message
 
 

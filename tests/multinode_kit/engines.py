@@ -23,7 +23,7 @@ from trl_multinode.engine.settings import (
 from trl_multinode.weights.source import ModuleSource, WeightSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.transport import Transport
-from trl_multinode.wire.messages import EngineSpec, WeightVersion
+from trl_multinode.wire.messages import EngineSpec, UpdateWeights, WeightVersion
 
 from .faults import FAKE, FORKED, REAL, TREE  # noqa: F401 - callers of `running_engines` import them
 from .forking import from_template
@@ -142,6 +142,18 @@ class SyncDriver:
         self.engines.expect(self.version)
         self.timings = self.sync.run(self.version)
         return self.version
+
+    def send_part(self, num_buckets: int) -> None:
+        """Give the first engine an update that ends after so many buckets; raises the engine's error."""
+        assert self.sync._slots is not None
+        signals, first = self.sync._slots.signals, self.sync._first
+        version = WeightVersion(self.version.update + 1, 99)
+        update = UpdateWeights(version=version, turn=signals.begin(), first_bucket=first)
+        request = self.engines[0].post(update)
+        if num_buckets:
+            signals.send(first + num_buckets - 1)
+        signals.end()
+        self.engines[0].wait(request)
 
     @torch.no_grad()
     def logprobs(

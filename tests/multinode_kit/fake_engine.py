@@ -28,13 +28,13 @@ from trl_multinode.transports.base import SELF_TEST_S, call_with_timeout
 from trl_multinode.transports.opening import open_slots
 from trl_multinode.wire.messages import (
     ADAPTER_TENSORS,
-    BeginUpdate,
     EngineSpec,
     Generate,
     OpenSlots,
     Ready,
     RequestRefused,
     Score,
+    UpdateWeights,
     WeightVersion,
     unpack_ids,
 )
@@ -250,16 +250,14 @@ class FakeBackend(Backend):
         return CompletionBuffer(prompt[1:], scores.gather(1, ids[0, 1:, None])[:, 0].tolist())
 
     async def open_slots(self, request: OpenSlots) -> None:
-        self._buckets = request.buckets
         self._slots = open_slots(request, torch.device("cpu"))
 
     async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
         return [call_with_timeout(SELF_TEST_S, lambda: self._slots.crc(slot, num_bytes))]
 
-    async def begin_update(self, update: BeginUpdate) -> None:
+    async def begin_update(self, update: UpdateWeights) -> None:
         self._version = update.version
         self._pending.clear()
-        self._next_bucket = update.first_bucket
         if update.in_flight:
             await self._freezer.freeze()
             for row in self._running:
@@ -273,17 +271,17 @@ class FakeBackend(Backend):
         elif row.cache is None:
             row.cache = self._model(torch.tensor([row.ids[:-1]]), use_cache=True).past_key_values
 
-    async def load_bucket(self, bucket: int, slot: int) -> None:
-        if bucket != self._next_bucket:
-            raise RuntimeError(f"Weight bucket {bucket} came, bucket {self._next_bucket} was due.")
-        self._next_bucket += 1
-        self._pending |= self._slots.take(slot, self._buckets[bucket])
+    async def load_buckets(self, update: UpdateWeights) -> None:
+        # not in the threads of the rows, which are all taken while many are frozen
+        with ThreadPoolExecutor(1) as thread:
+            await asyncio.get_running_loop().run_in_executor(thread, self._follow, update)
+
+    def _follow(self, update: UpdateWeights) -> None:
+        for tensors in self._slots.follow(update.turn, update.first_bucket):
+            self._pending |= tensors
+        self.load_s = self._slots.take_s
 
     async def commit_update(self) -> list[WeightVersion]:
-        if self._next_bucket != len(self._buckets):
-            raise RuntimeError(
-                f"Only {self._next_bucket} of {len(self._buckets)} weight buckets came."
-            )
         update = self._version.update
         if not self._faults.skips_load(update):
             self._load()

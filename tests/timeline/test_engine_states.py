@@ -13,11 +13,10 @@ from trl_multinode.engine_process.backend import CompletionBuffer, Refused
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.engine_process.states import EngineStates
 from trl_multinode.wire.messages import (
-    BeginUpdate,
-    CommitUpdate,
     EngineSpec,
     Generate,
     SyncFailed,
+    UpdateWeights,
     WeightVersion,
     pack_ids,
 )
@@ -48,8 +47,12 @@ class Swapping:
         await self.end.wait()
         return [CompletionBuffer([1], [-0.5])] * 4
 
+    load_s = 0.0
+
     async def begin_update(self, update):
         self.version = update.version
+
+    async def load_buckets(self, update): ...
 
     async def commit_update(self):
         if not self.commits:
@@ -70,8 +73,7 @@ async def story(server: EngineServer, backend: Swapping, in_flight: bool) -> Non
         await server._answer(request, writer)
 
     async def swap(number: int) -> None:
-        await send(BeginUpdate(version=WeightVersion(number, number), in_flight=in_flight))
-        await send(CommitUpdate())
+        await send(UpdateWeights(version=WeightVersion(number, number), in_flight=in_flight))
 
     await swap(1)
     rows = Generate(
@@ -139,8 +141,8 @@ def test_an_update_that_fails_ends_its_state(tmp_path):
         backend = Swapping(commits=False)
         server = EngineServer(SimpleNamespace(), backend, states_in(tmp_path))
         writer = SimpleNamespace(write=lambda data: None, drain=lambda: asyncio.sleep(0))
-        for request in (BeginUpdate(version=WeightVersion(1, 1)), CommitUpdate()):
-            await asyncio.wait_for(server._answer(request, writer), HANG_S)
+        request = UpdateWeights(version=WeightVersion(1, 1))
+        await asyncio.wait_for(server._answer(request, writer), HANG_S)
 
     asyncio.run(run())
     assert recorded(tmp_path / "states.jsonl") == [("sync", 0, 1), ("idle", 0, 1)]

@@ -43,6 +43,7 @@ class FileSlots(Slots):
     opened_as = OpenedFileSlots
 
     def __init__(self, num_bytes, settings):
+        super().__init__(num_bytes, settings)
         self.memory = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
         self._folder, self._numbers = settings.folder, itertools.count()
 

@@ -66,8 +66,9 @@ class Merged(nn.Module):
 class Reader(Keeper):
     """Reads no slot, so all memory is the sender's."""
 
-    async def load_bucket(self, bucket: int, slot: int) -> None:
-        self.loaded.append((self._version.update, bucket))
+    async def open_slots(self, request) -> None:
+        await super().open_slots(request)
+        self.opened.take = lambda slot, specs: []
 
 
 def second_sync(source: ModuleSource, folder: Path | None, bucket: int) -> tuple[float, float]:

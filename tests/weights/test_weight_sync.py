@@ -21,7 +21,7 @@ from trl_multinode.weights.source import ModuleSource, WeightSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.timings import STAGES, SyncTimings, sync_metrics
 from trl_multinode.weights.transport import Transport
-from trl_multinode.wire.messages import Await, BeginUpdate, Digest, WeightVersion
+from trl_multinode.wire.messages import Await, Digest, UpdateWeights, WeightVersion
 
 CPU = torch.device("cpu")
 # Name, shape, dtype in the trainer: odd sizes, sizes below the number of ranks, one that divides
@@ -288,5 +288,5 @@ def test_the_log_has_the_slowest_rank_of_every_stage_and_its_node():
 def test_a_refused_beginning_is_heard_by_the_ranks_that_wait_for_it(tmp_path):
     with serving(Keeper(), folder=tmp_path) as engines:
         with pytest.raises(WeightSyncError, match="before a full update"):
-            engines[0].ask(BeginUpdate(version=WeightVersion(1, 0), first_bucket=1))
+            engines[0].ask(UpdateWeights(version=WeightVersion(1, 0), first_bucket=1))
         engines[0].ask(Await(min_update=1))

@@ -200,7 +200,7 @@ class EngineClient:
         """Raise `EngineStalledError` if the engine has work and has sent no message for too long."""
         if self.unanswered and time.monotonic() - self.last_work > self._stall_timeout_s:
             raise EngineStalledError(
-                f"{self._where}: {self.name} made no token for {self._stall_timeout_s:.0f} s with "
+                f"{self._where}: {self.name} made no progress for {self._stall_timeout_s:.0f} s with "
                 f"{len(self.unanswered)} requests open. Raise `engine_stall_timeout`, or see its log: "
                 f"{self._connection.log_path}"
             )

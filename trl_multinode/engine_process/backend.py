@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..wire.messages import (
-    BeginUpdate,
     Completion,
     Failure,
     Generate,
     OpenSlots,
     Ready,
     Score,
+    UpdateWeights,
     VersionSpan,
     WeightVersion,
 )
@@ -106,10 +106,16 @@ class Refused(Exception):
 class Backend(ABC):
     """Model behind the server. All methods run on the event loop of the engine process; none may block it.
 
-    An update is `begin_update`, `load_bucket` for each bucket, `commit_update` and `resume`. Until `resume` the server
-    starts no `generate` or `score`. No `score` is running when an update begins, and no `generate` unless the update
-    is in flight. If an update fails, the server cancels every `generate` and does not call `resume`.
+    An update is `begin_update`, `load_buckets`, `commit_update` and `resume`. Until `resume` the server starts no
+    `generate` or `score`. No `score` is running when an update begins, and no `generate` unless the update is in
+    flight. If an update fails, the server cancels every `generate` and does not call `resume`.
+
+    Attributes:
+        load_s (`float`):
+            Seconds that the slowest worker took for the buckets of the last committed update, without its waits.
     """
+
+    load_s = 0.0
 
     @abstractmethod
     async def start(self) -> None:
@@ -139,14 +145,18 @@ class Backend(ABC):
         """Return each worker's CRC-32 of the slot's first bytes."""
 
     @abstractmethod
-    async def begin_update(self, update: BeginUpdate) -> None:
+    async def begin_update(self, update: UpdateWeights) -> None:
         """Prepare for the buckets from `update.first_bucket` on; weights of earlier buckets stay as they are.
 
         If the update is in flight, freeze every `generate`; on return none of them makes a token."""
 
     @abstractmethod
-    async def load_bucket(self, bucket: int, slot: int) -> None:
-        """Load a bucket; on return every worker has copied all tensors out of the slot."""
+    async def load_buckets(self, update: UpdateWeights) -> None:
+        """Load all buckets; on return every worker has copied them out of their slots.
+
+        Raises:
+            `Exception`: of any class, if the sender ends before the last bucket.
+        """
 
     @abstractmethod
     async def commit_update(self) -> list[WeightVersion]:

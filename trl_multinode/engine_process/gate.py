@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from msgspec.structs import replace
+
 from ..wire.messages import EngineTimes, Failure, SyncFailed, WeightVersion
 from .backend import Refused
 
@@ -137,6 +139,13 @@ class BusyClock:
         self.read()
         self._frozen = frozen
 
+    def add_update(self, load_s: float, commit_s: float) -> None:
+        """Add the seconds of a weight update."""
+        times = self._times
+        self._times = replace(
+            times, load_s=times.load_s + load_s, commit_s=times.commit_s + commit_s
+        )
+
     def _add(self, requests: int, rows: int) -> None:
         self.read()
         self._requests = self._requests + requests
@@ -153,7 +162,8 @@ class BusyClock:
         running = passed if self._requests else 0.0
         used = 0.0 if self._frozen else running
         at_once = min(self._rows, self.slots)
-        self._times = EngineTimes(
+        self._times = replace(
+            times,
             clock_s=times.clock_s + passed,
             busy_s=times.busy_s + used,
             slot_s=times.slot_s + used * at_once / self.slots,

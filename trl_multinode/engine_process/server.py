@@ -17,9 +17,7 @@ import msgspec
 from ..wire.connection import frame, read_hello, read_request
 from ..wire.messages import (
     Await,
-    BeginUpdate,
     CheckSlot,
-    CommitUpdate,
     Completions,
     Digest,
     Digests,
@@ -29,7 +27,6 @@ from ..wire.messages import (
     Failure,
     Generate,
     Hello,
-    LoadBucket,
     Message,
     OpenSlots,
     Peek,
@@ -39,6 +36,7 @@ from ..wire.messages import (
     SenderLost,
     Shutdown,
     SyncFailed,
+    UpdateWeights,
     WrongVersion,
 )
 from .backend import Backend, CompletionBuffer, Growing, Refused
@@ -62,8 +60,8 @@ class EngineServer:
         self._spec = spec
         self._backend = backend
         self._weights = WeightGate()
-        self._update: BeginUpdate | None = None  # the last one
-        self._sender: asyncio.StreamWriter | None = None  # connection of the update that runs
+        # the update that runs, and the connection of its sender
+        self._update: tuple[asyncio.StreamWriter, UpdateWeights] | None = None
         self._generating: set[asyncio.Task] = set()  # those that use the weights
         self._aborted: set[asyncio.Task] = set()  # those of a failed update in flight
         self._closing = asyncio.Event()
@@ -88,12 +86,14 @@ class EngineServer:
         await self._backend.stop()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one rank: its generation requests concurrently, messages of an update in order."""
+        """Serve one rank: its generation requests and an update concurrently, other messages in order."""
         growing: dict[int, Growing] = {}  # requests under way, by id
         progress = asyncio.create_task(self._report_progress(writer, growing))
         try:
             async for request in self._requests(reader):
-                if isinstance(request, Generate | Score | Await):
+                if isinstance(request, UpdateWeights):
+                    self._update = writer, request
+                if isinstance(request, Generate | Score | Await | UpdateWeights):
                     growing[request.request_id] = found = Growing()
                     found.task = asyncio.create_task(self._answer(request, writer, found))
                     found.task.add_done_callback(partial(_forget, growing, request.request_id))
@@ -107,8 +107,9 @@ class EngineServer:
             for task in (progress, *[found.task for found in growing.values()]):
                 task.cancel()
             writer.close()
-            if self._sender is writer and not self.closing:
-                await self._fail_update("the connection of its sender ended", SenderLost)
+            if self._update is not None and self._update[0] is writer and not self.closing:
+                reason = "the connection of its sender ended"
+                await self._fail_update(self._update[1], reason, SenderLost)
 
     async def _requests(self, reader: asyncio.StreamReader) -> AsyncIterator[Request]:
         """Yield the requests of a connection until it ends; bytes that are no request end it, with a line of log."""
@@ -149,25 +150,24 @@ class EngineServer:
             # vLLM's class
             failure = EngineDied if type(error).__name__ == "EngineDeadError" else Failure
             reply = failure(request_id=request.request_id, message=text)
-        if isinstance(request, CommitUpdate | LoadBucket | BeginUpdate):
-            if isinstance(reply, Failure):
-                # a waiting request may be answered before the sender's, so both carry the reason
-                await self._fail_update(reply.message)
-            else:
-                self._sender = None if isinstance(request, CommitUpdate) else writer
+        if isinstance(request, UpdateWeights) and isinstance(reply, Failure):
+            # a waiting request may be answered before the sender's, so both carry the reason
+            await self._fail_update(request, reply.message)
         with suppress(ConnectionError):  # the rank has left
             writer.write(frame(reply))
             await writer.drain()
         if isinstance(request, Shutdown):
             self._closing.set()
 
-    async def _fail_update(self, reason: str, failure: type[Failure] = SyncFailed) -> None:
+    async def _fail_update(
+        self, update: UpdateWeights, reason: str, failure: type[Failure] = SyncFailed
+    ) -> None:
         """End the running update as failed: requests that wait for it are refused, also if its sender is gone."""
-        self._sender = None
+        self._update = None
         self._weights.broken = f"the engine holds mixed weights, because an update failed: {reason}"
         self._weights.failure = failure
         await self._abort_completions()
-        await self._weights.end(self._update.version.update if self._update else 0, None)
+        await self._weights.end(update.version.update, None)
 
     async def _abort_completions(self) -> None:
         """End the completions that a failed update in flight has frozen; their ranks get the reason."""
@@ -186,7 +186,6 @@ class EngineServer:
             await asyncio.Event().wait()
 
     async def _serve_one(self, request: Request, growing: Growing) -> Message:
-        start = time.perf_counter()
         match request:
             case Hello():
                 ready = self._backend.ready()
@@ -201,12 +200,8 @@ class EngineServer:
                 await self._backend.open_slots(request)
             case CheckSlot():
                 await self._check_slot(request)
-            case BeginUpdate():
-                await self._begin_update(request)
-            case LoadBucket():
-                await self._backend.load_bucket(request.bucket, request.slot)
-            case CommitUpdate():
-                await self._commit(self._update)
+            case UpdateWeights():
+                await self._apply(request)
             case Digest():
                 return Digests(
                     request_id=request.request_id, workers=tuple(await self._backend.digests())
@@ -214,7 +209,6 @@ class EngineServer:
         return Done(
             request_id=request.request_id,
             version=self._weights.version,
-            seconds=time.perf_counter() - start,
             times=self._clock.read(),
             kv_use=self._kv_use,
         )
@@ -227,15 +221,13 @@ class EngineServer:
                 f"the workers read checksums {found} from a slot, expected {request.crc}",
             )
 
-    async def _begin_update(self, update: BeginUpdate) -> None:
-        self._update = update  # set before `begin`, which may refuse and so end this update
+    async def _apply(self, update: UpdateWeights) -> None:
         await self._weights.begin(update.first_bucket, update.in_flight)
         self._states.begin_update(update.version.update)
         self._clock.freeze(update.in_flight)
         await self._backend.begin_update(update)
-
-    async def _commit(self, update: BeginUpdate | None) -> None:
-        assert update is not None
+        await self._backend.load_buckets(update)
+        start = time.perf_counter()
         committed = await self._backend.commit_update()
         if len(set(committed)) != 1:
             raise RuntimeError(f"vLLM's workers committed different weight versions: {committed}")
@@ -248,7 +240,9 @@ class EngineServer:
         self._kv_use = await self._backend.take_kv_use()
         await self._backend.resume(committed[0])
         self._clock.freeze(False)
+        self._clock.add_update(self._backend.load_s, time.perf_counter() - start)
         self._states.end_update()
+        self._update = None
         await self._weights.end(update.version.update, committed[0])
 
     async def _rows(self, request: Generate | Score, growing: Growing) -> Completions:

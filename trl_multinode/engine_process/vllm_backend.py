@@ -14,13 +14,13 @@ from ..vllm_worker.core import IGNORE_STOPS, OBEY_STOPS, QUIET, TAKE_KV_USE
 from ..vllm_worker.plugin import BACKEND
 from ..vllm_worker.quiet import quiet
 from ..wire.messages import (
-    BeginUpdate,
     EngineSpec,
     Generate,
     OpenSlots,
     Ready,
     RequestRefused,
     Score,
+    UpdateWeights,
     WeightVersion,
     unpack_ids,
 )
@@ -52,7 +52,7 @@ class VllmBackend(Backend):
             "0"  # of the prefix cache: an entry serves only requests of the update that made it
         )
         self._running: dict[int, RunningRequest] = {}  # by its number
-        self._update = BeginUpdate(version=WeightVersion())  # the last one
+        self._update = UpdateWeights(version=WeightVersion())  # the last one
 
     async def start(self) -> None:
         from vllm.config import WeightTransferConfig
@@ -203,7 +203,7 @@ class VllmBackend(Backend):
     async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
         return await self._llm.collective_rpc("crc_of_slot", args=(slot, num_bytes))
 
-    async def begin_update(self, update: BeginUpdate) -> None:
+    async def begin_update(self, update: UpdateWeights) -> None:
         self._update = update
         if update.in_flight:
             # `clear_cache` would compute the keys and values of frozen requests again
@@ -212,17 +212,17 @@ class VllmBackend(Backend):
             await self._llm.pause_generation(mode="wait")
         await self._llm.start_weight_update()
 
-    async def load_bucket(self, bucket: int, slot: int) -> None:
-        version = self._update.version
-        info = {"bucket": bucket, "slot": slot, "version": [version.update, version.step]}
-        info["first"] = self._update.first_bucket
+    async def load_buckets(self, update: UpdateWeights) -> None:
+        version = [update.version.update, update.version.step]
+        info = {"turn": update.turn, "version": version, "first": update.first_bucket}
         await self._llm.collective_rpc("update_weights", kwargs={"update_info": info})
 
     async def commit_update(self) -> list[WeightVersion]:
         await self._llm.finish_weight_update()
         committed = await self._llm.collective_rpc("commit_weights")
         self._adapter = in_memory_adapter(committed[0][2])
-        return [WeightVersion(update, step) for update, step, _ in committed]
+        self.load_s = max(microseconds for *_, microseconds in committed) / 1e6
+        return [WeightVersion(update, step) for update, step, *_ in committed]
 
     async def take_kv_use(self) -> float:
         return await self._llm.engine_core.call_utility_async(TAKE_KV_USE)

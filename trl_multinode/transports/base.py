@@ -4,10 +4,12 @@ A transport is one file of this folder: its message, the sender's [`Slots`] and 
 listed in `opening.TRANSPORTS`, under the name that `weight_transport` gives it.
 """
 
+import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -19,6 +21,7 @@ import torch
 from ..errors import WeightSyncError
 from ..wire.messages import NUM_SLOTS, TensorSpec
 from .pieces import GrowingTensor, Pieces, view_of
+from .signals import BucketSignals, FollowedSignals
 
 SELF_TEST_S = 30.0  # limit for the first transfer of a transport, connecting included
 
@@ -72,19 +75,36 @@ class SlotSettings:
 class OpenedSlots:
     """Slots of one sender as a worker reads them.
 
+    ```python
+    for tensors in opened.follow(turn, first):
+        load(tensors)                     # the sender may have filled its slot again
+    ```
+
     Args:
         slots (`list[torch.Tensor]`):
             Memory of each slot, uint8 `(slot_bytes,)`.
         device (`torch.device`):
             Device of the worker.
+
+    Attributes:
+        takes_ahead (`bool`):
+            Take a bucket in a thread and on a stream of its own while the one before it is loaded. On a CPU the load
+            would share its cores with that thread.
+        take_s (`float`):
+            Seconds of an update's copies out of the slots, without the waits for the sender.
     """
 
     memory_type: ClassVar[type[msgspec.Struct]]  # message that describes the sender's memory
 
     def __init__(self, slots: list[torch.Tensor], device: torch.device):
+        self.takes_ahead = device.type == "cuda"
+        self.take_s = 0.0
         self._slots = slots
         self._device = device
         self._growing = GrowingTensor(device)
+        self._buckets: Sequence[Sequence[TensorSpec]] = ()
+        self._signals: FollowedSignals | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     @classmethod
     def open(cls, memory: Any, slot_bytes: int, device: torch.device, worker: int) -> Self:
@@ -101,6 +121,64 @@ class OpenedSlots:
                 Index of the worker in its engine.
         """
         raise NotImplementedError
+
+    def connect(
+        self, signals: FollowedSignals | None, buckets: Sequence[Sequence[TensorSpec]]
+    ) -> None:
+        """Take the signals of the sender, and the layout of each bucket in its slot."""
+        self._signals = signals
+        self._buckets = buckets
+
+    def follow(self, turn: int, first: int) -> Generator[NamedTensors, None, None]:
+        """Yield the tensors of each bucket as soon as it is in its slot; it is taken when they are yielded.
+
+        Args:
+            turn (`int`):
+                Number of the update on these slots.
+            first (`int`):
+                First bucket of the update.
+
+        Raises:
+            `UpdateEndedError`: if the sender ends, or gives the update up, before the last bucket.
+        """
+        assert self._signals is not None
+        self._signals.begin(turn)
+        self.take_s = 0.0
+        if not self.takes_ahead:
+            for bucket in range(first, len(self._buckets)):
+                yield self._next(bucket)
+            return
+        reader = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device)
+        with ThreadPoolExecutor(1, thread_name_prefix="weight slots") as ahead:
+            try:
+                coming = ahead.submit(self._next, first, reader)
+                for bucket in range(first, len(self._buckets)):
+                    tensors = coming.result()
+                    if bucket + 1 < len(self._buckets):
+                        coming = ahead.submit(self._next, bucket + 1, reader)
+                    yield tensors
+            finally:
+                self._signals.abandoned.set()
+
+    def _next(self, bucket: int, reader: "torch.cuda.Stream | None" = None) -> NamedTensors:
+        """Take a bucket; with `reader`, on a stream of its own for the use of that one."""
+        assert self._signals is not None
+        self._signals.wait(bucket)
+        start = time.perf_counter()
+        with nullcontext() if reader is None else torch.cuda.stream(self._own_stream()):
+            tensors = self.take(bucket % len(self._slots), self._buckets[bucket])
+        if reader is not None:
+            for _, tensor in tensors:
+                # otherwise its memory could be filled again before the loader's kernels have read it
+                tensor.record_stream(reader)
+        self._signals.took(bucket)
+        self.take_s += time.perf_counter() - start
+        return tensors
+
+    def _own_stream(self) -> "torch.cuda.Stream":
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        return self._stream
 
     def arrive(self, data: torch.Tensor) -> None:
         """Wait until the sender's bytes are in `data`, the start of a slot; a no-op if both ends share the memory."""
@@ -145,6 +223,8 @@ class OpenedSlots:
         """Drop the slots. Tensors that `take` returned stay valid."""
         self._slots = []
         self._growing.drop()
+        if self._signals is not None:
+            self._signals.close()
 
 
 class Slots(ABC):
@@ -153,12 +233,13 @@ class Slots(ABC):
     ```python
     slots.open_for(engine)                # memory for this engine's `OpenSlots`; `opened()` after all replies
     slots.write(k % 2, specs, tensors)    # blocks until the bytes are in the slot
-    connection.send(LoadBucket(...))
+    slots.signals.send(k)
     slots.transmit(k % 2, num_bytes)      # blocks until the workers have the bytes, if they cannot read the slot
     ```
     """
 
     memory: list[torch.Tensor]  # of each slot, uint8 `(num_bytes,)`
+    signals: BucketSignals
     kind: ClassVar[str]  # name in `weight_transport`
     opened_as: ClassVar[type[OpenedSlots]]  # the workers' end
     needs_all_engines: ClassVar[bool] = (
@@ -172,6 +253,7 @@ class Slots(ABC):
     @abstractmethod
     def __init__(self, num_bytes: int, settings: SlotSettings):
         """Create slots of `num_bytes` bytes each, as `memory`."""
+        self.signals = BucketSignals(settings.folder)
 
     @property
     def num_bytes(self) -> int:
@@ -194,6 +276,7 @@ class Slots(ABC):
 
     def opened(self) -> None:
         """Remove the files that the workers needed only to open the slots, after all replies or a failure."""
+        self.signals.opened()
 
     def write(self, slot: int, specs: Sequence[TensorSpec], tensors: Sequence[Pieces]) -> None:
         """Copy the tensors into the slot, cast to the dtypes of their specs. On return all bytes are in the slot.
@@ -213,6 +296,7 @@ class Slots(ABC):
 
     def close(self) -> None:
         """Release the memory that other processes could still see. No `write` may follow."""
+        self.signals.close()
 
 
 def new_slots(num_bytes: int, device: torch.device) -> list[torch.Tensor]:

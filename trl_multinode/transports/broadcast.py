@@ -76,6 +76,7 @@ class BroadcastSlots(Slots):
     needs_all_engines = True
 
     def __init__(self, num_bytes: int, settings: SlotSettings):
+        super().__init__(num_bytes, settings)
         self.memory = new_slots(num_bytes, settings.device)
         self._backend = "nccl" if settings.device.type == "cuda" else "gloo"
         # Another name for every group: the file of a group stays if one of its processes was killed
@@ -115,6 +116,7 @@ class BroadcastSlots(Slots):
 
     def close(self) -> None:
         """Leave the group, without the workers, which have ended or are ending."""
+        super().close()
         group = self._group
         self._group = None
         if group is not None:

@@ -49,6 +49,7 @@ class DeviceSlots(Slots):
     engines_see_sender = True
 
     def __init__(self, num_bytes: int, settings: SlotSettings):
+        super().__init__(num_bytes, settings)
         with without_expandable_segments():
             self.memory = new_slots(num_bytes, settings.device)
         self._seen_as = settings.seen_as

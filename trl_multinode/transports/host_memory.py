@@ -107,6 +107,7 @@ class HostSlots(Slots):
     opened_as = OpenedHostSlots
 
     def __init__(self, num_bytes: int, settings: SlotSettings):
+        super().__init__(num_bytes, settings)
         self.paths: list[str] = []
         self._folder = settings.folder
         self.page_lock: PageLock | None = None
@@ -159,10 +160,12 @@ class HostSlots(Slots):
         return HostMemory(tuple(self.paths))
 
     def opened(self) -> None:
+        super().opened()
         for path in self.paths:
             Path(path).unlink(missing_ok=True)
 
     def close(self) -> None:
         self.opened()
+        super().close()
         if self.page_lock is not None:
             self.page_lock.release()

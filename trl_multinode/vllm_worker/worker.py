@@ -1,7 +1,9 @@
 """Code in vLLM's worker processes: it copies buckets out of the staging slots and loads them."""
 
 import hashlib
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,25 +39,23 @@ class SlotsInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class BucketInfo(WeightTransferUpdateInfo):
-    """Request to load a bucket, in the form in which vLLM hands it to a worker."""
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Request to load all buckets of an update, in the form in which vLLM hands it to a worker."""
 
-    bucket: int
-    slot: int
+    turn: int  # number of the update on these slots
     version: list[int]  # update, step
     first: int  # first bucket of this update
 
 
-class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
+class BucketReceiver(WeightTransferEngine[SlotsInfo, UpdateInfo]):
     """Weight-transfer engine that loads the buckets of the local main process, from staging slots of any kind.
 
     Each worker calls it in this order:
 
     ```python
     receiver.init_transfer_engine(slots)      # open the slots
-    receiver.start_weight_update()            # the first bucket begins vLLM's layer-wise reload
-    for bucket in buckets:
-        receiver.receive_weights(bucket)      # *copies out of the slot*, then loads; returning is the acknowledgement
+    receiver.start_weight_update()
+    receiver.receive_weights(update)          # follows the sender: copies each bucket out of its slot, and loads it
     receiver.finish_weight_update()           # vLLM packs the weights; an earlier adapter is dropped
     receiver.commit()                         # the new adapter is active; only now is the version committed
     ```
@@ -66,13 +66,13 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
     """
 
     init_info_cls = SlotsInfo
-    update_info_cls = BucketInfo
+    update_info_cls = UpdateInfo
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.committed = [0, 0]
         self._version = [0, 0]
-        self._next_bucket: int | None = None
+        self._load_us = 0
         self._reloads = False
         self._lacking: str | None = None
         self._adapter: dict[str, torch.Tensor] = {}
@@ -80,21 +80,19 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
 
     def init_transfer_engine(self, init_info: SlotsInfo) -> None:
         request = msgspec.msgpack.decode(init_info.request, type=OpenSlots)
-        self._buckets = request.buckets
-        worker = self.parallel_config.rank
+        workers = self.parallel_config
         self.shutdown()  # close the slots of a transport that failed its self test
-        self.slots = open_slots(request, self.device, worker)
+        self.slots = open_slots(request, self.device, workers.rank, workers.world_size)
 
-    def start_weight_update(self) -> None:
-        self._next_bucket = None
+    def start_weight_update(self) -> None: ...
 
-    def receive_weights(self, update_info: BucketInfo) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         """
-        Copy a bucket out of its slot and load it.
+        Load all buckets of an update, each as soon as it is in its slot.
 
         Raises:
-            `RuntimeError`: if buckets come out of order (an update needs all its buckets), or if the GPU has no room
-                for a bucket beside the engine.
+            `UpdateEndedError`: if the sender ends before the last bucket.
+            `RuntimeError`: if the GPU has no room for a bucket beside the engine.
         """
         try:
             # vLLM 0.26 does not set it; later versions do
@@ -102,25 +100,24 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
                 self._receive(update_info)
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
-                f"{self.device} has no room for weight bucket {update_info.bucket} beside the engine ({error}). Lower "
-                "`vllm_gpu_memory_utilization`, or `sync_bucket_mb`: a reload holds up to two buckets, the largest "
+                f"{self.device} has no room for the weights of a sync beside the engine ({error}). Lower "
+                "`vllm_gpu_memory_utilization`, or `sync_bucket_mb`: a reload holds up to three buckets, the largest "
                 "layer whole, and this worker's part of it once more."
             ) from error
 
-    def _receive(self, update_info: BucketInfo) -> None:
-        if self._next_bucket is None:
-            self._next_bucket = update_info.first
-            self._version = list(update_info.version)
-            self._reloads = update_info.first == 0
-            if self._reloads:
-                self._begin_reload()
-        if update_info.bucket != self._next_bucket:
-            raise RuntimeError(
-                f"Weight bucket {update_info.bucket} came, bucket {self._next_bucket} was due."
-            )
-        self._next_bucket += 1
+    def _receive(self, update_info: UpdateInfo) -> None:
         assert self.slots is not None
-        self._load(self.slots.take(update_info.slot, self._buckets[update_info.bucket]))
+        self._version = list(update_info.version)
+        self._reloads = update_info.first == 0
+        if self._reloads:
+            self._begin_reload()
+        seconds = 0.0
+        with closing(self.slots.follow(update_info.turn, update_info.first)) as buckets:
+            for tensors in buckets:
+                start = time.perf_counter()
+                self._load(tensors)
+                seconds += time.perf_counter() - start
+        self._load_us = round(1e6 * (seconds + self.slots.take_s))
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         # Adapters wait in host memory, because vLLM copies the active one into its own buffers
@@ -133,15 +130,12 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
             self.model.load_weights(weights)
 
     def finish_weight_update(self) -> None:
-        if self._next_bucket != len(self._buckets):
-            raise RuntimeError(
-                f"Only {self._next_bucket or 0} of {len(self._buckets)} weight buckets came."
-            )
         if self._reloads:
             self._end_reload()
 
     def commit(self) -> list[int]:
-        """Commit the update; return its number, its step and the number of the active adapter (0: none).
+        """Commit the update; return its number, its step, the number of the active adapter (0: none), and the
+        microseconds that the buckets took.
 
         Raises:
             `RuntimeError`: if layers did not get all their weights.
@@ -151,7 +145,7 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         self.committed = self._version
         if self._adapter:
             self._activate()
-        return [*self.committed, ADAPTER if self._adapter else 0]
+        return [*self.committed, ADAPTER if self._adapter else 0, self._load_us]
 
     def shutdown(self) -> None:
         if self.slots is not None:
@@ -241,7 +235,7 @@ class WorkerExtension:
         keep_seeds(self.model_runner)  # type: ignore[attr-defined]
 
     def commit_weights(self) -> list[int]:
-        """Commit; return `[update, step, adapter]` of the last update that this worker loaded completely."""
+        """Commit; return `[update, step, adapter, microseconds]` of the update that this worker loaded completely."""
         return self.weight_transfer_engine.commit()  # type: ignore[attr-defined]
 
     def crc_of_slot(self, slot: int, num_bytes: int) -> int:

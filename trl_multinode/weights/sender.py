@@ -1,25 +1,44 @@
-"""Thread of the local main process that copies gathered buckets into slots and makes the engines load them."""
+"""Thread of the local main process that copies gathered buckets into slots, which the engines' workers follow."""
 
+import select
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
+from ..engine.client import EngineClient
 from ..engine.group import EngineGroup, Posted, answers
-from ..errors import WeightSyncError
+from ..errors import MultiNodeError, WeightSyncError
 from ..transports.base import Slots
 from ..transports.pieces import Pieces
-from ..wire.messages import NUM_SLOTS, Done, LoadBucket
+from ..wire.messages import Done, EngineTimes, UpdateWeights
 from .host_copy import HostCopy
 from .timings import SyncTimings
 
+LOOK_S = 1.0  # between two looks whether an engine has stalled
+
 
 class BucketSender:
-    """Thread of the local main process that copies buckets into slots and makes the engines load them.
+    """One update of the engines: a thread of the local main process copies buckets into slots, which workers follow.
 
-    While it runs, no other thread uses these connections to the engines. `NodeEngines` limits each wait for a reply.
+    While it runs, no other thread uses these connections to the engines. `NodeEngines` limits each wait for a message
+    or a signal.
+
+    Args:
+        engines (`EngineGroup`), slots ([`Slots`]), layouts (`list`):
+            Engines of this node, the slots that they have opened, and the layout of each bucket in its slot.
+        timings ([`SyncTimings`]):
+            Gets the seconds of the copies.
+        update ([`UpdateWeights`]):
+            Request to the engines.
+        copy ([`HostCopy`], *optional*):
+            Keeps every bucket.
+
+    Attributes:
+        done (`list`):
+            Each engine and its reply, once the context has ended.
     """
 
     def __init__(
@@ -28,28 +47,35 @@ class BucketSender:
         slots: Slots,
         layouts: list,
         timings: SyncTimings,
+        update: UpdateWeights,
         copy: HostCopy | None = None,
     ):
+        self.done: list[tuple[EngineClient, Done]] = []
         self._engines = engines
         self._slots = slots
         self._layouts = layouts
         self._timings = timings
+        self._update = update
         self._copy = copy
-        self._in_flight: deque[Posted] = deque()  # one per bucket in flight
-        self._load_s = {engine.index: 0.0 for engine in engines}
+        self._posted: Posted = []
+        self._failure: MultiNodeError | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight sync")
         self._stream: torch.cuda.Stream | None = None
 
     def __enter__(self) -> "BucketSender":
+        self._posted = self._engines.post_all(self._update)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Wait until the engines have loaded every bucket, unless the sync has failed already."""
+        """Wait until the engines have committed, unless the sync has failed already."""
+        committed = False
         try:
             if kind is None:
-                self._thread.submit(self._wait_for_all).result()
-                self._timings.load_s = max(self._load_s.values())
+                self._thread.submit(self._wait_for_commit).result()
+                committed = True
         finally:
+            if not committed:
+                self._slots.signals.end()
             self._thread.shutdown()
 
     def send(self, index: int, pieces: Sequence[Pieces]) -> "Future[None]":
@@ -68,31 +94,39 @@ class BucketSender:
         on_gpu: torch.device | None,
         ready: torch.cuda.Event | None,
     ) -> None:
-        if len(self._in_flight) == NUM_SLOTS:
-            self._wait_for_oldest()
-        start = time.perf_counter()
+        slot = index % len(self._slots.memory)
+        with self._fails_for_good():
+            self._wait_until_taken(index - len(self._slots.memory))
         if on_gpu is None:
-            self._slots.write(index % NUM_SLOTS, self._layouts[index], pieces)
+            self._write(index, slot, pieces)
         else:
             with torch.cuda.stream(self._stream_on(on_gpu)):
                 torch.cuda.current_stream(on_gpu).wait_event(ready)
-                self._slots.write(index % NUM_SLOTS, self._layouts[index], pieces)
-        if self._copy is not None:
-            self._copy.keep(
-                index, self._slots.memory[index % NUM_SLOTS][: self._layouts[index][-1].end]
-            )
-        self._timings.copy_s += time.perf_counter() - start
-        self._hand_over(index)
-
-    def _hand_over(self, index: int) -> None:
-        self._in_flight.append(
-            self._engines.post_all(LoadBucket(bucket=index, slot=index % NUM_SLOTS))
-        )
+                self._write(index, slot, pieces)
+        self._slots.signals.send(index)
         try:
-            self._slots.transmit(index % NUM_SLOTS, self._layouts[index][-1].end)
+            self._slots.transmit(slot, self._layouts[index][-1].end)
         except WeightSyncError:
-            self._wait_for_all()  # raises the error of a failed engine, which names the cause
+            self._slots.signals.end()
+            answers(self._posted)  # raises the error of a failed engine, which names the cause
             raise
+
+    @contextmanager
+    def _fails_for_good(self) -> Iterator[None]:
+        """Raise the first error again in later buckets: the engine that it names answers no more."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except MultiNodeError as error:
+            self._failure = error
+            raise
+
+    def _write(self, index: int, slot: int, pieces: Sequence[Pieces]) -> None:
+        with self._timings.stage("copy_s", pieces[0].data.device):
+            self._slots.write(slot, self._layouts[index], pieces)
+            if self._copy is not None:
+                self._copy.keep(index, self._slots.memory[slot][: self._layouts[index][-1].end])
 
     def _stream_on(self, device: torch.device) -> "torch.cuda.Stream":
         """Return this thread's own stream, on the rank's device: a new thread starts with GPU 0 as its device."""
@@ -100,11 +134,61 @@ class BucketSender:
             self._stream = torch.cuda.Stream(device)
         return self._stream
 
-    def _wait_for_oldest(self) -> None:
-        for engine, done in answers(self._in_flight.popleft()):
-            assert isinstance(done, Done)
-            self._load_s[engine.index] += done.seconds
+    def _wait_until_taken(self, bucket: int) -> None:
+        """Wait until all workers of the engines that are left have taken a bucket."""
+        signals = self._slots.signals
+        for client, request in self._posted:
+            if bucket < self._update.first_bucket or client.lost is not None:
+                continue
+            # the time until now was that of the other stages
+            client.last_work = time.monotonic()
+            with client.loss_accepted():
+                while signals.taken(client.index) < bucket:
+                    self._wait_for_news(client, request)
 
-    def _wait_for_all(self) -> None:
-        while self._in_flight:
-            self._wait_for_oldest()
+    def _wait_for_news(self, client: EngineClient, request: int) -> None:
+        """Wait for a signal of an engine's workers or a message of the engine, and look whether it has stalled."""
+        workers = self._slots.signals.streams(client.index)
+        poll = select.poll()
+        for number in (client.fileno(), *(worker.fileno() for worker in workers)):
+            poll.register(number, select.POLLIN)
+        ready = {number for number, _ in poll.poll(LOOK_S * 1000)}
+        spoken = [worker for worker in workers if worker.fileno() in ready]
+        for worker in spoken:
+            worker.read()
+        if any(worker.ended for worker in spoken):
+            client.wait(request)  # raises the reason
+        if spoken:
+            client.last_work = time.monotonic()
+        elif ready:
+            self._hear(client, request)
+        client.check_stall()
+
+    @staticmethod
+    def _hear(client: EngineClient, request: int) -> None:
+        """Read a message of an engine; raise its error if the update has failed."""
+        reply = client.receive()
+        if reply is None:
+            return
+        if reply.request_id != request:
+            client.keep(reply)
+            return
+        client.checked(reply)
+        raise WeightSyncError(f"{client.name} ended an update before it had taken every bucket.")
+
+    def _wait_for_commit(self) -> None:
+        self._wait_until_taken(len(self._layouts) - 1)
+        for client, done in answers(self._posted):
+            assert isinstance(done, Done)
+            client.check_version(done.version, self._update.version)
+            self.done.append((client, done))
+
+
+def spent(times: EngineTimes, before: EngineTimes) -> dict[str, float]:
+    """Return the seconds of one update, by the stage's name, from the sums of an engine after it and before it."""
+    if times.clock_s < before.clock_s:  # another process of the same engine
+        before = EngineTimes()
+    return {
+        name: getattr(times, name) - getattr(before, name)
+        for name in ("load_s", "commit_s", "frozen_s")
+    }

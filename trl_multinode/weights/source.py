@@ -44,6 +44,7 @@ class WeightSource(ABC):
 
     world = 1  # training ranks that hold pieces of sharded tensors
     buckets_at_peak = 3.0  # memory that a sync takes on a rank, in buckets
+    device = torch.device("cpu")  # on which buckets are gathered
 
     def buckets(self, limit_bytes: int) -> list[Bucket]:
         """Plan buckets of which a sync holds at most three times `limit_bytes` in the memory of any rank.
@@ -107,6 +108,7 @@ class ModuleSource(WeightSource):
         self._gather = gather or ShardGather(1, torch.device("cpu"))
         self.world = self._gather.world
         self.buckets_at_peak = self._gather.buckets_at_peak
+        self.device = self._gather.buffers.device
         self._held: Held = {}
         self._module = model
         self._tied = tied_weights(model)

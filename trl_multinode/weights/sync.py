@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
-from ..engine.group import EngineGroup, answers
+from ..engine.group import EngineGroup
 from ..errors import WeightSyncError
 from ..transports.base import Slots
-from ..wire.messages import BeginUpdate, CommitUpdate, Done, WeightVersion
+from ..wire.messages import EngineTimes, UpdateWeights, WeightVersion
 from .buckets import Bucket, slot_bytes, slot_layout
 from .host_copy import HostCopy
-from .sender import BucketSender
+from .sender import BucketSender, spent
 from .source import Finish, WeightSource
 from .timings import SyncTimings
 from .transport import Transport
@@ -30,7 +30,8 @@ class WeightSync:
     ```
 
     Four stages overlap, each on another bucket: k+1 crosses the network, each node puts k together, a thread of the
-    local main process copies k-1 into a slot, and the engines load k-2. Only the main thread issues collectives.
+    local main process copies k-1 into a slot, and the engines load k-2. Only the main thread issues collectives. The
+    engines get one request per update, and their workers follow the buckets by signals.
 
     Args:
         source (`WeightSource`):
@@ -68,8 +69,7 @@ class WeightSync:
         self._layouts = [slot_layout(bucket) for bucket in self.buckets]
         self._transport = transport or Transport()
         self._slots: Slots | None = None
-        # by engine: its frozen seconds at the end of the last update
-        self._frozen_s: dict[int, float] = {}
+        self._times: dict[int, EngineTimes] = {}  # of each engine, at the end of the last update
         self._check_frozen = (
             True  # before the next update; weights that do not change are checked once
         )
@@ -207,29 +207,27 @@ class WeightSync:
         """Take the buckets from `_first` on from `fill`; with `engines`, send them there, and keep them in `copy`."""
         self.num_gathered = self._first
         start = time.perf_counter()
-        if engines is not None:
-            engines.ask_all(
-                BeginUpdate(
+        try:
+            sending: AbstractContextManager[BucketSender | None] = nullcontext()
+            if engines is not None and slots is not None:
+                update = UpdateWeights(
                     version=timings.version,
+                    turn=slots.signals.begin(),
                     first_bucket=self._first,
                     in_flight=self.in_flight,
                     recompute_kv=self.recompute_kv,
                 )
-            )
-        begun = time.perf_counter()
-        try:
-            sending: AbstractContextManager[BucketSender | None] = nullcontext()
-            if engines is not None and slots is not None:
-                sending = BucketSender(engines, slots, self._layouts, timings, copy)
+                sending = BucketSender(engines, slots, self._layouts, timings, update, copy)
             with sending as sender:
                 fill(timings, sender)
         finally:
             timings.collectives = self._source.collectives
             self._source.release()
-        timings.stream_s = time.perf_counter() - begun
-        if engines is not None:
-            self._commit(engines, timings.version, timings)
+        timings.settle()
+        if sender is not None:
+            self._add_engine_times(sender, timings)
         timings.total_s = time.perf_counter() - start
+        timings.stream_s = timings.total_s - timings.commit_s
 
     def close(self) -> None:
         """Release the slots, after the last sync. A second call does nothing."""
@@ -245,14 +243,13 @@ class WeightSync:
             begun: deque[tuple[ExitStack, Finish]] = deque()
             previous = ExitStack()
             for index in range(self._first, len(self.buckets)):
-                start = time.perf_counter()
-                while len(begun) < 2 and index + len(begun) < len(self.buckets):
-                    bucket = self.buckets[index + len(begun)]
-                    own = everything.enter_context(ExitStack())
-                    begun.append((own, own.enter_context(self._source.gathering(bucket))))
-                current, finish = begun.popleft()
-                pieces = finish()
-                timings.gather_s += time.perf_counter() - start
+                with timings.stage("gather_s", self._source.device):
+                    while len(begun) < 2 and index + len(begun) < len(self.buckets):
+                        bucket = self.buckets[index + len(begun)]
+                        own = everything.enter_context(ExitStack())
+                        begun.append((own, own.enter_context(self._source.gathering(bucket))))
+                    current, finish = begun.popleft()
+                    pieces = finish()
                 self.num_gathered = index + 1
                 if sender is not None:
                     current.callback(sender.send(index, pieces).result)
@@ -265,14 +262,10 @@ class WeightSync:
         for index, layout in enumerate(self._layouts):
             sender.send(index, self.copy.tensors(index, layout)).result()
 
-    def _commit(self, engines: EngineGroup, version: WeightVersion, timings: SyncTimings) -> None:
-        start = time.perf_counter()
-        for engine, done in answers(engines.post_all(CommitUpdate())):
-            assert isinstance(done, Done)
-            engine.check_version(done.version, version)
-            frozen_s = done.times.frozen_s
-            timings.frozen_s = max(
-                timings.frozen_s, frozen_s - self._frozen_s.get(engine.index, 0.0)
-            )
-            self._frozen_s[engine.index] = frozen_s
-        timings.commit_s += time.perf_counter() - start
+    def _add_engine_times(self, sender: BucketSender, timings: SyncTimings) -> None:
+        """Add the seconds of the slowest engine in each stage."""
+        for engine, done in sender.done:
+            before = self._times.get(engine.index, EngineTimes())
+            self._times[engine.index] = done.times
+            for name, seconds in spent(done.times, before).items():
+                setattr(timings, name, max(getattr(timings, name), seconds))

@@ -1,6 +1,12 @@
 """Timings of a weight sync, and its metrics in the log."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from ..wire.messages import WeightVersion
 
@@ -13,7 +19,7 @@ class SyncTimings:
 
     total_s: float = 0.0  # from the first message to the committed version
     stream_s: float = 0.0  # part of `total_s`: from the first gather to the last bucket loaded
-    gather_s: float = 0.0  # collectives, on every rank
+    gather_s: float = 0.0  # collectives, on every rank; on a GPU by its own clock, like `copy_s`
     copy_s: float = 0.0  # copies into the slots, local main process only
     load_s: float = 0.0  # the slowest engine's own time for all buckets, local main process only
     commit_s: float = 0.0  # the engines' packing of the weights, local main process only
@@ -24,6 +30,34 @@ class SyncTimings:
     num_buckets: int = 0
     collectives: tuple[int, int] = (0, 0)  # across nodes, within a node
     version: WeightVersion = field(default_factory=WeightVersion)
+    # stage, and the events on a GPU's stream at its begin and end
+    _events: list[tuple[str, Any, Any]] = field(default_factory=list, repr=False, compare=False)
+
+    @contextmanager
+    def stage(self, name: str, device: torch.device) -> Iterator[None]:
+        """Add the seconds of a stage that this thread starts inside.
+
+        On a GPU they lie between two events of the thread's stream: the calls only queue work, so the host's clock
+        would count the collectives as copies, which wait for them. `settle` reads the events.
+        """
+        start = time.perf_counter()
+        begin = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if begin is not None:
+            begin.record(torch.cuda.current_stream(device))
+        yield
+        if begin is None:
+            setattr(self, name, getattr(self, name) + time.perf_counter() - start)
+        else:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record(torch.cuda.current_stream(device))
+            self._events.append((name, begin, end))
+
+    def settle(self) -> None:
+        """Add the seconds between the events, after the last stage; wait for it if necessary."""
+        while self._events:
+            name, begin, end = self._events.pop()
+            end.synchronize()
+            setattr(self, name, getattr(self, name) + begin.elapsed_time(end) / 1000)
 
     def stages(self) -> list[float]:
         """Return the seconds of `STAGES`, in their order."""

@@ -180,5 +180,10 @@ def _open_request(
 ) -> OpenSlots:
     memory = msgspec.Raw(msgspec.msgpack.encode(slots.open_for(engine)))
     return OpenSlots(
-        transport=slots.kind, memory=memory, slot_bytes=slots.num_bytes, buckets=tuple(layouts)
+        transport=slots.kind,
+        memory=memory,
+        slot_bytes=slots.num_bytes,
+        buckets=tuple(layouts),
+        signals=str(slots.signals.path),
+        engine=engine,
     )

@@ -23,7 +23,7 @@ from ..errors import (
 )
 
 NUM_SLOTS = (
-    2  # the engine loads bucket k-1 from one slot while the sender writes bucket k into the other
+    2  # the engines take bucket k-1 from one slot while the sender writes bucket k into the other
 )
 LEVEL = "VLLM_LOGGING_LEVEL"  # environment variable of an engine, for the time of its start
 LATER_LEVEL = "TRL_MULTINODE_VLLM_LOGGING_LEVEL"  # level of vLLM's log once the engine has started
@@ -209,12 +209,18 @@ class OpenSlots(Message, frozen=True):
     memory: msgspec.Raw  # the transport's own message, as msgpack
     slot_bytes: int
     buckets: tuple[tuple[TensorSpec, ...], ...]
+    signals: str = ""  # socket through which the workers and the sender tell each other of buckets
+    engine: int = 0  # index of the engine
 
 
-class BeginUpdate(Message, frozen=True):
-    """Start of a weight update; its buckets and a `CommitUpdate` follow."""
+class UpdateWeights(Message, frozen=True):
+    """Request for a whole weight update: the workers follow the sender's signals from bucket to bucket, and commit.
+
+    `Done` carries the version that they committed.
+    """
 
     version: WeightVersion
+    turn: int = 0  # number of the update on these slots, by which workers know its signals
     # earlier buckets hold frozen weights, which are not sent again; 0 in a full update, such as the first
     first_bucket: int = 0
     # freeze running completions, which the new weights continue; otherwise the update waits until none is running
@@ -224,23 +230,12 @@ class BeginUpdate(Message, frozen=True):
     )
 
 
-class LoadBucket(Message, frozen=True):
-    """Request to load a bucket from a slot. After `Done` every tensor is copied out and the slot may be rewritten."""
-
-    bucket: int
-    slot: int
-
-
 class CheckSlot(Message, frozen=True):
     """Self test of a transport: every worker reads the slot's first bytes; a wrong checksum gives a `Failure`."""
 
     slot: int
     num_bytes: int
     crc: int  # zlib.crc32 of the bytes
-
-
-class CommitUpdate(Message, frozen=True):
-    """End of an update, after its last bucket; `Done` carries the version that the workers committed."""
 
 
 class Digest(Message, frozen=True):
@@ -302,13 +297,14 @@ class EngineTimes(msgspec.Struct, frozen=True):
     )
     tail_s: float = 0.0  # part of `busy_s` with fewer than 10 % of the completions that ran at once since it was idle
     frozen_s: float = 0.0  # seconds in which weight updates froze running completions
+    load_s: float = 0.0  # seconds that the slowest worker took for the buckets of weight updates
+    commit_s: float = 0.0  # seconds of their commits, in which the workers pack the weights
 
 
 class Done(Message, frozen=True):
     """Reply to a successful request that has no reply type of its own."""
 
     version: WeightVersion
-    seconds: float  # of the request, by the engine's clock
     times: EngineTimes = EngineTimes()
     kv_use: float = (
         0.0  # greatest share of the key-value cache in use between the last two weight updates
@@ -372,9 +368,7 @@ Request = (
     | Score
     | OpenSlots
     | CheckSlot
-    | BeginUpdate
-    | LoadBucket
-    | CommitUpdate
+    | UpdateWeights
     | Digest
     | Shutdown
 )
