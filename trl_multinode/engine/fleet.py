@@ -1,6 +1,7 @@
 """The engines of one node: their processes, which the local main process owns, and every rank's clients for them."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import EngineError
+from ..errors import EngineError, EngineStartError
 from ..node_settings import NodeSettings
+from ..run.endings.exit_codes import ENGINE
 from ..run.phase_file import PhaseFile
 from ..run.topology import Topology
 from ..run.watch.watchdog import Watchdog
@@ -21,7 +23,7 @@ from .node_engines import NodeEngines
 from .process import EngineProcess, wait_until_ready
 from .restarts import EngineRestarts
 from .run_folder import RunFolder, check_private
-from .settings import EngineSettings, save_without_weights
+from .settings import EngineSettings, differences, save_without_weights
 
 if TYPE_CHECKING:
     from ..run.store import Store
@@ -38,6 +40,7 @@ class EngineFleet:
     ```python
     fleet = EngineFleet(topology, watch, store, settings, logs, report)
     if topology.is_local_main:
+        fleet.launch(engine_settings, num_engines, outline, processing_class)  # optional, before a model is loaded
         fleet.start(engine_settings, num_engines, model, processing_class)
     engines = fleet.connect(num_engines, window)    # every rank of the node, as often as it needs clients
     fleet.close(engines)                            # ends the engines; on other ranks only closes the clients
@@ -80,24 +83,34 @@ class EngineFleet:
         self._phases = phases
         self._processes: list[EngineProcess] = []
         self._run_folder: RunFolder | None = None
+        # settings of the processes, and the folder of the model that they start with
+        self._launched: tuple[EngineSettings, Path] | None = None
+        self._has_early_engines = False
         self.restarts: EngineRestarts | None = None  # on the local main process
+
+    def launch(
+        self, engine_settings: EngineSettings, num_engines: int, model: Any, processing_class: Any
+    ) -> None:
+        """Start the node's engine processes without waiting for them. Local main process only.
+
+        `start` takes them over. Until then the watch thread ends the run if an engine fails.
+        """
+        self._launch(engine_settings, num_engines, model, processing_class)
+        self._has_early_engines = True
 
     def start(
         self, engine_settings: EngineSettings, num_engines: int, model: Any, processing_class: Any
     ) -> None:
         """Start the node's engines and wait until they are ready. Local main process only.
 
+        Engines of `launch` go on if they were started with the same; otherwise they are started again.
+
         Raises:
             `EngineStartError`: if an engine ends, or is not ready within `engine_start_timeout`.
         """
-        remove_leftovers(self._report)
-        self._run_folder = RunFolder(self._topology.node)
-        model_folder = self._run_folder.path / "model"
-        save_without_weights(model, processing_class, model_folder)
-        self._report(f"starting {num_engines} engine(s); logs in {self._logs}")
-        start = partial(self._start_engine, engine_settings, model_folder)
-        self._processes += [start(index) for index in range(num_engines)]
-        self._watch.add_cleanup(self._kill)
+        # from here on this thread raises the error of a failed start, which explains more than the watch thread's
+        self._has_early_engines = False
+        start = self._launch(engine_settings, num_engines, model, processing_class)
         settings = self._settings
         wait_until_ready(self._processes, settings.engine_start_timeout, self._report)
         self.restarts = EngineRestarts(
@@ -108,7 +121,52 @@ class EngineFleet:
             self._watch,
             self._report,
         )
-        self.restarts.watch_engines()  # not earlier: the error of a failed start explains more than the watchdog's
+        self.restarts.watch_engines()
+
+    def _launch(
+        self, settings: EngineSettings, num_engines: int, model: Any, processing_class: Any
+    ) -> Callable[[int], EngineProcess]:
+        """Start the processes unless the same run already, and return the function that starts one of them again."""
+        if self._run_folder is None:
+            remove_leftovers(self._report)
+            self._run_folder = RunFolder(self._topology.node)
+        model_folder = self.folder / ("model" if self._launched is None else "loaded_model")
+        save_without_weights(model, processing_class, model_folder)
+        if self._launched is not None:
+            found = differences(self._launched, (settings, model_folder))
+            if not found:
+                shutil.rmtree(model_folder)
+                return partial(self._start_engine, *self._launched)
+            self._report(
+                f"the loaded model differs from its outline in {', '.join(found)}, so its engines start again"
+            )
+        self._launched = settings, model_folder
+        start = partial(self._start_engine, settings, model_folder)
+        self._report(f"starting {num_engines} engine(s); logs in {self._logs}")
+        if not self._processes:
+            self._watch.add_cleanup(self._kill)
+            self._watch.add_chore(self._follow_early_engines)
+        for process in self._processes:
+            process.kill()
+        for index in range(num_engines):
+            self._processes[index : index + 1] = [start(index)]
+        return start
+
+    def _follow_early_engines(self, _: "Store") -> None:
+        """Note the stages of engines that start beside the model's load, and end the run if one fails.
+
+        The watch thread calls it. A single process may be a notebook, where `start` raises once the model is loaded.
+        """
+        if not self._has_early_engines:
+            return
+        try:
+            for process in self._processes:
+                process.is_ready()
+        except EngineStartError as error:
+            self._has_early_engines = False
+            self._report("\n".join([str(error), *error.__notes__]))
+            if self._topology.launched:
+                self._watch.report(f"{type(error).__name__}: {error}", code=ENGINE)
 
     def _start_engine(
         self, settings: EngineSettings, model_folder: Path, index: int
@@ -184,8 +242,9 @@ class EngineFleet:
 
     def close(self, engines: NodeEngines | None) -> None:
         """End the node's engines, cleanly if this rank is connected to them. A second call does nothing."""
-        if not self._processes:
+        if self._run_folder is None:
             return
+        self._has_early_engines = False
         if self.restarts is not None:
             self.restarts.close()
         if engines is not None:
@@ -194,10 +253,12 @@ class EngineFleet:
             process.stop(STOP_TIMEOUT_S if engines is not None else 0.0)
         self._kill()
         self._processes.clear()
+        self._launched = None
 
     def _kill(self) -> None:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):  # the remaining engines must still be killed
                 process.kill()
-        if self._run_folder is not None:
-            self._run_folder.remove()
+        folder, self._run_folder = self._run_folder, None
+        if folder is not None:
+            folder.remove()

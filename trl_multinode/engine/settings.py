@@ -25,6 +25,18 @@ CPU_KV_CACHE_BYTES = 256 << 20
 MAX_ROWS = 1024  # of an engine at once; vLLM's own default on an H100
 # Engines on a CPU run eagerly, because torch.compile would take 17 s in the first request
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **only_visible(())}
+# Keys of a model's files that TRL and transformers set beside the model. Engines do not read them, because they take
+# and return token ids, pad nothing, and always have a cache
+NOT_OF_ENGINES = {
+    "use_cache",
+    "pad_token",
+    "pad_token_id",
+    "padding_side",
+    "truncation_side",
+    "chat_template",
+    "response_schema",
+    "response_template",
+}
 # Share of an engine's rows that ranks keep in flight if there are several; the rest goes to the first free engine
 WINDOW_SHARE = 3 / 4
 
@@ -231,3 +243,39 @@ def save_without_weights(model: Any, processing_class: Any, folder: Path) -> Non
     processing_class.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.to_json_file(folder / "generation_config.json")
+
+
+def differences(
+    early: tuple[EngineSettings, Path], loaded: tuple[EngineSettings, Path]
+) -> list[str]:
+    """Return what would differ for engines that start with other settings and another model folder, in words."""
+    settings = [
+        one.arguments(folder, 0) | one.environment(0) | {"model": ""}
+        for one, folder in (early, loaded)
+    ]
+    found = differing_keys(*settings)
+    folders = early[1], loaded[1]
+    names = {path.name for folder in folders for path in folder.iterdir() if path.is_file()}
+    for name in sorted(name for name in names if name != "chat_template.jinja"):
+        texts = [
+            (folder / name).read_bytes() if (folder / name).exists() else b"" for folder in folders
+        ]
+        if texts[0] == texts[1]:
+            continue
+        if not name.endswith(".json") or b"" in texts:
+            found.append(name)
+            continue
+        found += [f"{key} ({name})" for key in differing_keys(*map(json.loads, texts))]
+    return found
+
+
+def differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return the keys whose values differ in a way that an engine can notice."""
+    keys = sorted((one.keys() | other.keys()) - NOT_OF_ENGINES)
+    return [key for key in keys if _of_engines(one.get(key)) != _of_engines(other.get(key))]
+
+
+def _of_engines(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _of_engines(inner) for key, inner in value.items() if key not in NOT_OF_ENGINES}
