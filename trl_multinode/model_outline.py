@@ -40,13 +40,15 @@ def outline(args: Any, call: dict[str, Any]) -> tuple[Any, Any]:
 
         with torch.device("meta"):
             model = get_peft_model(model, copy.deepcopy(adapter))
-    processor = call.get("processing_class") or AutoProcessor.from_pretrained(
-        name,
-        revision=revision,
-        truncation_side="left",
-        padding_side="left",
-        trust_remote_code=args.trust_remote_code,
-    )
+    processor = call.get("processing_class")
+    if processor is None:
+        processor = AutoProcessor.from_pretrained(
+            name,
+            revision=revision,
+            truncation_side="left",
+            padding_side="left",
+            trust_remote_code=args.trust_remote_code,
+        )
     return model, processor
 
 

@@ -26,9 +26,11 @@ MAX_ROWS = 1024  # of an engine at once; vLLM's own default on an H100
 # Engines on a CPU run eagerly, because torch.compile would take 17 s in the first request
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **only_visible(())}
 # Keys of a model's files that TRL and transformers set beside the model. Engines do not read them, because they take
-# and return token ids, pad nothing, and always have a cache
+# and return token ids, pad nothing, always have a cache, and return no hidden states
 NOT_OF_ENGINES = {
     "use_cache",
+    "output_attentions",
+    "output_hidden_states",
     "pad_token",
     "pad_token_id",
     "padding_side",
