@@ -20,7 +20,7 @@ from multinode_kit.engines import FAKE
 from multinode_kit.models import renamed_llava, save_tiny, tiny_qwen2, tiny_tokenizer
 from trl_multinode import GRPOConfig, GRPOTrainer, node_trainer
 from trl_multinode.engine.fleet import EngineFleet
-from trl_multinode.engine.settings import EngineSettings, differences, save_without_weights
+from trl_multinode.engine.settings import EngineSettings, save_without_weights
 from trl_multinode.errors import EngineStartError
 from trl_multinode.model_outline import outline
 from trl_multinode.node_settings import NodeSettings
@@ -172,7 +172,7 @@ def test_without_an_outline_the_model_is_loaded_first_and_trl_reports_what_is_wr
 
     with forked(body, 1, tmp_path) as (one,):
         assert one.result == [True], one.text
-    line = "the engines start after the model is loaded (AttributeError: no such class)"
+    line = "the engines start after the model is loaded (AttributeError('no such class'))"
     assert one.text.count(line) == 1
 
 
@@ -197,11 +197,11 @@ def test_an_engine_that_ends_beside_the_load_is_reported_at_once(tmp_path, monke
     one.launch(*given)
 
     def reported() -> bool:
-        one._follow_early_engines(None)
+        one._follow(None)
         return "no_such_engine" in lines[-1]
 
     until(reported, "the end of the engine")
-    one._follow_early_engines(None)  # once is enough
+    one._follow(None)  # once is enough
     assert lines[-1].startswith("engine 0 of node 0 did not start")
     assert [code for _, code in ends] == ([ENGINE] if launched else [])
     with pytest.raises(EngineStartError, match="engine 0 of node 0 did not start"):
@@ -211,6 +211,12 @@ def test_an_engine_that_ends_beside_the_load_is_reported_at_once(tmp_path, monke
 
 
 # ---- what an outline promises
+
+
+def differences(early: tuple[EngineSettings, Path], now: tuple[EngineSettings, Path]) -> list[str]:
+    one = EngineFleet(ALONE, None, None, NodeSettings(), Path(), print)
+    one._launched = early
+    return one._differences(*now)
 
 
 def described(folder: Path, model, processor) -> tuple[EngineSettings, Path]:
@@ -251,7 +257,7 @@ def test_an_outline_of_a_model_with_images_sets_the_dtype_of_all_its_parts(tmp_p
 def test_an_adapter_is_not_added_to_the_users_own_model(tmp_path):
     model, adapter = tiny_qwen2(), LoraConfig(r=4, target_modules=["q_proj"])
     call = {"model": model, "processing_class": tiny_tokenizer(), "peft_config": adapter}
-    outlined, _ = outline(SimpleNamespace(), call)
+    outlined, _ = outline(SimpleNamespace(model_init_kwargs=None), call)
     assert hasattr(outlined, "peft_config") and not hasattr(model, "peft_config")
     assert outlined.get_base_model().dtype == model.dtype
     assert {parameter.device.type for parameter in outlined.parameters()} == {"meta"}

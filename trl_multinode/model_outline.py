@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoProcessor, GenerationConfig, PreTrainedModel
+from transformers import AutoProcessor, GenerationConfig, PreTrainedConfig
 
-HUB_ARGUMENTS = ("revision", "token", "cache_dir", "subfolder")
+from .call_checks import config_of
 
 
 def outline(args: Any, call: dict[str, Any]) -> tuple[Any, Any]:
     """
     Return the model that TRL will load and wrap, without its weights, and its processor. It opens no weights file.
 
-    The modules are on the meta device, because PEFT decides on them which layers get an adapter of which rank.
-    No collective: the class is called directly, and not inside DeepSpeed's `zero.Init`, as `from_pretrained` would.
+    The modules are on the meta device: PEFT decides on them which layers get an adapter, and of which rank. It is no
+    collective, because no class is built inside DeepSpeed's `zero.Init`, as `from_pretrained` would do.
 
     Args:
         args ([`~transformers.TrainingArguments`]):
@@ -25,16 +25,13 @@ def outline(args: Any, call: dict[str, Any]) -> tuple[Any, Any]:
             All arguments of the trainer, by name.
     """
     model, adapter = call["model"], call.get("peft_config")
-    given = dict(getattr(args, "model_init_kwargs", None) or {})
-    revision = None
+    given = dict(args.model_init_kwargs or {})
     if isinstance(model, str):
-        given.setdefault("trust_remote_code", args.trust_remote_code)
-        revision = given.get("revision")
-        name, model = model, _named(model, given)
+        name, model = model, _outline_of_name(model, args, given)
     else:
         name = model.config._name_or_path
-        if adapter is not None:
-            model = _rebuilt(model)
+        if adapter is not None:  # which must not be added to the user's own model now
+            model = _outline_of(type(model), copy.deepcopy(model.config), model.generation_config)
     if adapter is not None:
         from peft import get_peft_model
 
@@ -43,39 +40,27 @@ def outline(args: Any, call: dict[str, Any]) -> tuple[Any, Any]:
     processor = call.get("processing_class")
     if processor is None:
         processor = AutoProcessor.from_pretrained(
-            name,
-            revision=revision,
-            truncation_side="left",
-            padding_side="left",
-            trust_remote_code=args.trust_remote_code,
+            name, revision=given.get("revision"), trust_remote_code=args.trust_remote_code
         )
     return model, processor
 
 
-def _named(name: str, given: dict[str, Any]) -> PreTrainedModel:
-    """Return the outline of a model that TRL loads by name, with `model_init_kwargs`."""
-    dtype = given.pop("dtype", "float32")  # TRL's default
-    config, _ = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **given)
-    if dtype in ("auto", None):
-        dtype = config.dtype
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+def _outline_of_name(name: str, args: Any, given: dict[str, Any]) -> Any:
+    """Return the outline of a model that TRL loads with `model_init_kwargs`, by TRL's rules for class and dtype."""
+    config = config_of(name, args)
+    dtype = str(given.get("dtype", "float32")).removeprefix("torch.")
+    dtype = getattr(torch, dtype, config.dtype)  # "auto" is that of the checkpoint
     for part in (config, *(getattr(config, key) for key in config.sub_configs)):
         if part is not None:
             part.dtype = dtype
-    model = _built(getattr(transformers, config.architectures[0]), config, dtype)
-    of_the_hub = {key: given[key] for key in HUB_ARGUMENTS if key in given}
-    with suppress(OSError):  # without such a file, the one made from the config stays
-        model.generation_config = GenerationConfig.from_pretrained(name, **of_the_hub)
-    return model
+    generation_config = None
+    with suppress(OSError):  # without such a file, it is made from the config
+        generation_config = GenerationConfig.from_pretrained(name, **given)
+    return _outline_of(getattr(transformers, config.architectures[0]), config, generation_config)
 
 
-def _rebuilt(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the outline of a loaded model, into which PEFT may put its layers."""
-    outlined = _built(type(model), copy.deepcopy(model.config), model.dtype)
-    outlined.generation_config = model.generation_config
-    return outlined
-
-
-def _built(kind: type[Any], config: Any, dtype: torch.dtype) -> Any:
+def _outline_of(kind: type[Any], config: PreTrainedConfig, generation_config: Any) -> Any:
     with torch.device("meta"):
-        return kind(config).to(dtype)
+        model = kind(config).to(config.dtype)
+    model.generation_config = generation_config or model.generation_config
+    return model

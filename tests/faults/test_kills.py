@@ -92,7 +92,7 @@ def test_row_3_an_engine_that_may_not_be_started_again_ends_all_with_its_log(nod
     fault_seconds(seconds)
 
 
-def test_row_3_an_engine_that_ends_beside_the_load_of_the_model_ends_all_at_once(nodes):
+def test_an_engine_that_ends_beside_the_load_of_the_model_ends_all_at_once(nodes):
     """All ranks are inside of TRL's load, from which they never return."""
     nodes.launch(LOADING, str(nodes.folder), "waits")
     logs = [nodes.wait_for(rank, "LOADING", timeout_s=HANG_S) for rank in range(4)]
@@ -102,7 +102,7 @@ def test_row_3_an_engine_that_ends_beside_the_load_of_the_model_ends_all_at_once
 
 
 @nightly
-def test_row_17_a_load_that_fails_on_one_rank_ends_all_and_the_engines(nodes):
+def test_a_load_that_fails_on_one_rank_ends_all_and_the_engines(nodes):
     nodes.launch(LOADING, str(nodes.folder), "raises")
     line, _ = line_after(nodes, lambda: None, RANKS)
     assert "node 1, rank 3, phase set-up: OSError: no weights" in line

@@ -247,37 +247,17 @@ def save_without_weights(model: Any, processing_class: Any, folder: Path) -> Non
         model.generation_config.to_json_file(folder / "generation_config.json")
 
 
-def differences(
-    early: tuple[EngineSettings, Path], loaded: tuple[EngineSettings, Path]
-) -> list[str]:
-    """Return what would differ for engines that start with other settings and another model folder, in words."""
-    settings = [
-        one.arguments(folder, 0) | one.environment(0) | {"model": ""}
-        for one, folder in (early, loaded)
-    ]
-    found = differing_keys(*settings)
-    folders = early[1], loaded[1]
-    names = {path.name for folder in folders for path in folder.iterdir() if path.is_file()}
-    for name in sorted(name for name in names if name != "chat_template.jinja"):
-        texts = [
-            (folder / name).read_bytes() if (folder / name).exists() else b"" for folder in folders
-        ]
-        if texts[0] == texts[1]:
-            continue
-        if not name.endswith(".json") or b"" in texts:
-            found.append(name)
-            continue
-        found += [f"{key} ({name})" for key in differing_keys(*map(json.loads, texts))]
+def start_inputs(settings: EngineSettings, model_folder: Path) -> dict[str, Any]:
+    """Return all that engines start with, under the names that users know."""
+    found = settings.arguments(model_folder, 0) | settings.environment(0) | {"model": ""}
+    for path in model_folder.glob("*.*"):
+        if path.suffix == ".json":
+            values = json.loads(path.read_bytes(), object_hook=_read_by_engines)
+            found |= {f"{key} ({path.name})": value for key, value in values.items()}
+        elif path.suffix != ".jinja":
+            found[path.name] = path.read_bytes()
     return found
 
 
-def differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return the keys whose values differ in a way that an engine can notice."""
-    keys = sorted((one.keys() | other.keys()) - NOT_OF_ENGINES)
-    return [key for key in keys if _of_engines(one.get(key)) != _of_engines(other.get(key))]
-
-
-def _of_engines(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {key: _of_engines(inner) for key, inner in value.items() if key not in NOT_OF_ENGINES}
+def _read_by_engines(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in NOT_OF_ENGINES}

@@ -66,8 +66,7 @@ class NodeHost:
             self.updates.launch(*outline(), keywords)
         except Exception as error:  # TRL's own load reports what is wrong with a model
             self.updates.end()
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
-            self.rank.report(f"the engines start after the model is loaded ({cause})")
+            self.rank.report(f"the engines start after the model is loaded ({error!r})")
 
     def start_engines(
         self, model: Any, processing_class: Any, keywords: dict[str, Any]
