@@ -47,6 +47,7 @@ LIBRARIES = {
                 "config",
                 "call_checks",
                 "deepspeed_values",
+                "model_outline",
                 "must_agree",
                 "saving",
                 "batches",
@@ -60,7 +61,7 @@ LIBRARIES = {
     "accelerate": {"tools": ""},  # elsewhere it is TRL's accelerator
     "vllm": {"engine_process": "lazily", "vllm_worker": ""},
     "deepspeed": {"weights": "lazily"},
-    "peft": {"weights": "lazily", "saving": "lazily"},
+    "peft": {"model_outline": "lazily", "weights": "lazily", "saving": "lazily"},
 }
 
 

@@ -150,7 +150,9 @@ def test_dora_is_refused_under_zero_3_and_no_other_stage(wrapped, record_propert
 def test_a_models_code_and_revision_are_those_that_trl_would_load(monkeypatch):
     asked = {}
     monkeypatch.setattr(
-        call_checks.AutoConfig, "from_pretrained", lambda name, **how: asked.update(how, name=name)
+        call_checks.AutoConfig,
+        "from_pretrained",
+        lambda name, **how: (asked.update(how, name=name), {}),
     )
     init = {"revision": "v2", "token": "hf_x", "dtype": "float32"}
     call_checks.config_of("me/model", args(model_init_kwargs=init, trust_remote_code=True))
@@ -159,6 +161,7 @@ def test_a_models_code_and_revision_are_those_that_trl_would_load(monkeypatch):
         "revision": "v2",
         "token": "hf_x",
         "trust_remote_code": True,
+        "return_unused_kwargs": True,
     }
 
 

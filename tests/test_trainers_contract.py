@@ -4,6 +4,7 @@ import ast
 import inspect
 import os
 from functools import cache
+from pathlib import Path
 
 import pytest
 import trl
@@ -19,7 +20,7 @@ VERSION = f"TRL {trl.__version__}"
 pytestmark = pytest.mark.nightly  # the lock pins TRL
 TRAINERS = ["RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD", "GMPO", "ServerDistillation"]
 # here, because vLLM sets variables
-CLASSES = {name: getattr(trl_multinode, f"{name}Trainer") for name in TRAINERS}
+CLASSES = {name: getattr(trl_multinode, f"{name}Trainer") for name in [*TRAINERS, "GRPO"]}
 ROUND = {  # the method of TRL that generates one round, and what it takes
     "RLOO": ("_generate_and_score_completions", ["inputs"]),
     "Distillation": ("_generate_and_score_completions", ["inputs"]),
@@ -73,6 +74,35 @@ def faults_of_keywords(name: str, call: ast.Call) -> list[str]:
     if ("vllm_tensor_parallel_size" in keywords["max_num_seqs"]) == added_by_us:
         faults.append(f"max_num_seqs={keywords['max_num_seqs']}: see buffered.py")
     return faults
+
+
+def faults_of_the_start(name: str, folder: Path) -> list[str]:
+    """Engines start before TRL computes its keywords, so this library computes the same ones."""
+    (call,) = calls(name, "VLLMGeneration")
+    wanted = {"num_generations": 4, "steps_per_generation": 4, "vllm_tensor_parallel_size": 2}
+    config = ours(name)._config
+    known = {key: value for key, value in wanted.items() if hasattr(config, key)}
+    if name == "ServerDistillation":
+        known["teacher_model_server_url"] = "http://localhost:8000"
+    args = config(
+        str(folder), use_cpu=True, bf16=False, gradient_accumulation_steps=4,
+        per_device_train_batch_size=4, **known,
+    )  # fmt: skip
+    early = ours(name)._engine_keywords(args)
+    theirs = {
+        keyword.arg: eval(ast.unparse(keyword.value), {"args": args})  # noqa: S307 - code of TRL
+        for keyword in call.keywords
+        if keyword.arg in early
+    }
+    if ours(name)._build_generation is not NodeTrainer._build_generation:
+        theirs["max_num_seqs"] *= args.vllm_tensor_parallel_size
+    return [] if early == theirs else [f"engines start with {early}, and TRL passes {theirs}"]
+
+
+def test_engines_start_with_the_keywords_that_trl_passes_later(tmp_path):
+    names = [*TRAINERS, "GRPO"]
+    faults = {name: found for name in names if (found := faults_of_the_start(name, tmp_path))}
+    assert not faults, VERSION
 
 
 def faults_of_the_place(name: str) -> list[str]:

@@ -520,14 +520,10 @@ def config_of(model: str | PreTrainedModel, args: TrainingArguments) -> PreTrain
     """Return the model's config; for a model name, load it with the arguments that TRL would use."""
     if not isinstance(model, str):
         return model.config
-    given = getattr(args, "model_init_kwargs", None) or {}
-    trusted = given.get("trust_remote_code", getattr(args, "trust_remote_code", False))
-    of_the_hub = {
-        name: given[name]
-        for name in ("revision", "token", "cache_dir", "subfolder")
-        if name in given
-    }
-    return AutoConfig.from_pretrained(model, trust_remote_code=trusted, **of_the_hub)
+    given = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
+    given |= getattr(args, "model_init_kwargs", None) or {}
+    given.pop("dtype", None)  # the config keeps that of the checkpoint
+    return AutoConfig.from_pretrained(model, return_unused_kwargs=True, **given)[0]
 
 
 def check_quantization(

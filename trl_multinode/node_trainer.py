@@ -20,6 +20,7 @@ from .call_checks import check_call
 from .config import NodeFields
 from .host import NodeHost
 from .libraries import replaced
+from .model_outline import outline
 from .must_agree import check_agreement, check_training
 from .node_settings import check_supported, is_node_mode
 from .reporting import (
@@ -106,6 +107,7 @@ class NodeTrainer(HubTrainer):
             self._check_call(self.host, settings, call)
             if self.host.topology.rank == 0:
                 report_start(settings, self.host)
+            self.host.start_early(partial(outline, settings, call), self._engine_keywords(settings))
             build = partial(self._build_generation, self.host)
             with replaced(self._builds_in or self._code(), "VLLMGeneration", build):
                 super().__init__(**call)
@@ -126,6 +128,18 @@ class NodeTrainer(HubTrainer):
             model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
         )
         return self._config(f"{name.split('/')[-1]}-{self._name}")
+
+    @staticmethod
+    def _engine_keywords(args: Any) -> dict[str, Any]:
+        """Return the keywords of `VLLMGeneration` with which engines start, as TRL's `__init__` will compute them."""
+        steps = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
+        rows = args.per_device_train_batch_size * steps
+        return {
+            "max_num_seqs": rows * args.vllm_tensor_parallel_size,
+            "max_model_length": args.vllm_max_model_length,
+            "model_impl": args.vllm_model_impl,
+            "trust_remote_code": args.trust_remote_code,
+        }
 
     @staticmethod
     def _build_generation(host: NodeHost, *, mode: str, **keywords: Any) -> NodeGeneration:

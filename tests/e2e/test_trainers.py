@@ -79,6 +79,15 @@ def test_every_round_comes_from_this_nodes_engine_with_the_weights_of_its_step(f
         assert ours["engines_left"] == 0
 
 
+def test_no_engine_starts_twice_because_its_trainer_loads_another_model_than_expected(
+    found, folder
+):
+    logs = json.loads((folder / "logs.json").read_text())
+    for log in logs:
+        assert "differs from its outline" not in log and "engines start after" not in log
+        assert log.count("starting 1 engine(s)") == log.count("1 engine(s) ready") >= len(TRAINERS)
+
+
 def test_the_engines_of_a_trainer_that_was_dropped_without_a_close_end_before_the_next_ones_start(
     found,
 ):

@@ -18,6 +18,7 @@ from multinode_kit.namespaces import namespaces_available
 from multinode_kit.nodes import Nodes
 
 SCRIPT = Path(__file__).parents[1] / "e2e" / "scripts" / "endless.py"
+LOADING = Path(__file__).parent / "scripts" / "loading.py"
 RANKS = {0, 1, 2, 3}
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 nightly = pytest.mark.nightly  # the same on the other node, and what `test_ways_to_end.py` decides
@@ -89,6 +90,22 @@ def test_row_3_an_engine_that_may_not_be_started_again_ends_all_with_its_log(nod
     line, seconds = line_after(nodes, lambda: os.kill(engine, signal.SIGKILL), RANKS)
     assert re.search(r"engine 0 of node 1 .*engine0\.log", line), line
     fault_seconds(seconds)
+
+
+def test_an_engine_that_ends_beside_the_load_of_the_model_ends_all_at_once(nodes):
+    """All ranks are inside of TRL's load, from which they never return."""
+    nodes.launch(LOADING, str(nodes.folder), "waits")
+    logs = [nodes.wait_for(rank, "LOADING", timeout_s=HANG_S) for rank in range(4)]
+    engine = int(re.search(r"LOADING engine (\d+)", logs[2])[1])
+    line, _ = line_after(nodes, lambda: os.kill(engine, signal.SIGKILL), RANKS)
+    assert re.search(r"node 1, rank 2.*engine 0 of node 1 did not start.*engine0\.log", line), line
+
+
+@nightly
+def test_a_load_that_fails_on_one_rank_ends_all_and_the_engines(nodes):
+    nodes.launch(LOADING, str(nodes.folder), "raises")
+    line, _ = line_after(nodes, lambda: None, RANKS)
+    assert "node 1, rank 3, phase set-up: OSError: no weights" in line
 
 
 @pytest.mark.parametrize("node", [pytest.param(0, marks=nightly), 1])

@@ -5,12 +5,12 @@ import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import EngineError
+from ..errors import EngineError, EngineStartError
 from ..node_settings import NodeSettings
+from ..run.endings.exit_codes import ENGINE
 from ..run.phase_file import PhaseFile
 from ..run.topology import Topology
 from ..run.watch.watchdog import Watchdog
@@ -21,11 +21,12 @@ from .node_engines import NodeEngines
 from .process import EngineProcess, wait_until_ready
 from .restarts import EngineRestarts
 from .run_folder import RunFolder, check_private
-from .settings import EngineSettings, save_without_weights
+from .settings import EngineSettings, save_without_weights, start_inputs
 
 if TYPE_CHECKING:
     from ..run.store import Store
 
+SHOWN = 5  # of the names of what differs, in one line
 STOP_TIMEOUT_S = 15.0  # longer than vLLM gives its processes
 OTHER_RANKS_WAIT_LONGER_S = (
     30.0  # so that the local main process, whose error explains more, fails first
@@ -38,6 +39,7 @@ class EngineFleet:
     ```python
     fleet = EngineFleet(topology, watch, store, settings, logs, report)
     if topology.is_local_main:
+        fleet.launch(engine_settings, num_engines, outline, processing_class)  # optional, before a model is loaded
         fleet.start(engine_settings, num_engines, model, processing_class)
     engines = fleet.connect(num_engines, window)    # every rank of the node, as often as it needs clients
     fleet.close(engines)                            # ends the engines; on other ranks only closes the clients
@@ -80,39 +82,86 @@ class EngineFleet:
         self._phases = phases
         self._processes: list[EngineProcess] = []
         self._run_folder: RunFolder | None = None
+        # settings of the processes, and the folder of the model with which they start
+        self._launched: tuple[EngineSettings, Path]
+        self._is_awaited = False  # by the main thread, which raises the error of a failed start
         self.restarts: EngineRestarts | None = None  # on the local main process
+
+    def launch(
+        self, settings: EngineSettings, num_engines: int, model: Any, processing_class: Any
+    ) -> None:
+        """Start the node's engine processes without waiting for them. Local main process only.
+
+        Until `start` waits for them, the watch thread ends the run if one fails. Engines that run already go on if
+        they were started with the same; otherwise they are started again.
+        """
+        if self._run_folder is None:
+            remove_leftovers(self._report)
+            self._run_folder = RunFolder(self._topology.node)
+        model_folder = self.folder / ("loaded_model" if self._processes else "model")
+        save_without_weights(model, processing_class, model_folder)
+        if not self._processes:
+            self._watch.add_cleanup(self._kill)
+            self._watch.add_chore(self._follow)
+        elif found := self._differences(settings, model_folder):
+            self._report(
+                f"the loaded model differs from its outline in {', '.join(found[:SHOWN])}, so its engines start again"
+            )
+        else:
+            return
+        self._launched = settings, model_folder
+        self._report(f"starting {num_engines} engine(s); logs in {self._logs}")
+        for process in self._processes:
+            process.kill()
+        for index in range(num_engines):
+            self._processes[index : index + 1] = [self._start_engine(index)]
+
+    def _differences(self, settings: EngineSettings, model_folder: Path) -> list[str]:
+        """Return the names of what engines would start with now, and what differs from what they were started with."""
+        early, now = start_inputs(*self._launched), start_inputs(settings, model_folder)
+        return sorted(key for key in early | now if early.get(key) != now.get(key))
+
+    def _follow(self, _: "Store") -> None:
+        """Note the stages of engines that start beside the model's load, and end the run if one fails.
+
+        The watch thread calls it. A single process may be a notebook, where `start` raises once the model is loaded.
+        """
+        try:
+            for process in self._processes:
+                process.is_ready()
+        except EngineStartError as error:
+            if self._is_awaited:  # by a thread that ends it, or that raises this error
+                return
+            self._is_awaited = True
+            self._report("\n".join([str(error), *error.__notes__]))
+            if self._topology.launched:
+                self._watch.report(f"{type(error).__name__}: {error}", code=ENGINE)
 
     def start(
         self, engine_settings: EngineSettings, num_engines: int, model: Any, processing_class: Any
     ) -> None:
-        """Start the node's engines and wait until they are ready. Local main process only.
+        """Start the node's engines, unless `launch` did, and wait until they are ready. Local main process only.
 
         Raises:
             `EngineStartError`: if an engine ends, or is not ready within `engine_start_timeout`.
         """
-        remove_leftovers(self._report)
-        self._run_folder = RunFolder(self._topology.node)
-        model_folder = self._run_folder.path / "model"
-        save_without_weights(model, processing_class, model_folder)
-        self._report(f"starting {num_engines} engine(s); logs in {self._logs}")
-        start = partial(self._start_engine, engine_settings, model_folder)
-        self._processes += [start(index) for index in range(num_engines)]
-        self._watch.add_cleanup(self._kill)
+        # from here on this thread raises the error of a failed start, which explains more than the watch thread's
+        self._is_awaited = True
+        self.launch(engine_settings, num_engines, model, processing_class)
         settings = self._settings
         wait_until_ready(self._processes, settings.engine_start_timeout, self._report)
         self.restarts = EngineRestarts(
             self._processes,
-            start,
+            self._start_engine,
             settings.engine_restarts,
             settings.engine_start_timeout,
             self._watch,
             self._report,
         )
-        self.restarts.watch_engines()  # not earlier: the error of a failed start explains more than the watchdog's
+        self.restarts.watch_engines()
 
-    def _start_engine(
-        self, settings: EngineSettings, model_folder: Path, index: int
-    ) -> EngineProcess:
+    def _start_engine(self, index: int) -> EngineProcess:
+        settings, model_folder = self._launched
         node = self._topology.node
         phases = self._phases
         states = (
@@ -184,8 +233,9 @@ class EngineFleet:
 
     def close(self, engines: NodeEngines | None) -> None:
         """End the node's engines, cleanly if this rank is connected to them. A second call does nothing."""
-        if not self._processes:
+        if self._run_folder is None:
             return
+        self._is_awaited = True
         if self.restarts is not None:
             self.restarts.close()
         if engines is not None:
@@ -199,5 +249,6 @@ class EngineFleet:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):  # the remaining engines must still be killed
                 process.kill()
-        if self._run_folder is not None:
-            self._run_folder.remove()
+        folder, self._run_folder = self._run_folder, None
+        if folder is not None:
+            folder.remove()

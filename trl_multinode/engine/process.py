@@ -103,7 +103,9 @@ class EngineProcess:
             raise self._start_error(
                 f"failed to start: {cause.rstrip('.')}. Some of its processes stay. Log: {self.log_path}"
             )
-        return self.socket_path.exists()
+        if is_ready := self.socket_path.exists():
+            self.start_log.end()
+        return is_ready
 
     def too_late(self, timeout_s: float) -> EngineStartError:
         """Return the error for an engine that was not ready in time."""
@@ -209,6 +211,6 @@ def wait_until_ready(
             )
         time.sleep(0.1)
     last = max(engines, key=lambda engine: engine.start_log.last_change)
-    report(
-        f"{len(engines)} engine(s) ready after {time.monotonic() - start:.0f} s ({last.start_log.seconds()})"
-    )
+    # they may have started long before this wait, while the model was loaded
+    total_s = max(engine.start_log.total_s for engine in engines)
+    report(f"{len(engines)} engine(s) ready after {total_s:.0f} s ({last.start_log.seconds()})")

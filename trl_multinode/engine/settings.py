@@ -25,6 +25,20 @@ CPU_KV_CACHE_BYTES = 256 << 20
 MAX_ROWS = 1024  # of an engine at once; vLLM's own default on an H100
 # Engines on a CPU run eagerly, because torch.compile would take 17 s in the first request
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **only_visible(())}
+# Keys of a model's files that TRL and transformers set beside the model. Engines do not read them, because they take
+# and return token ids, pad nothing, always have a cache, and return no hidden states
+NOT_OF_ENGINES = {
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token",
+    "pad_token_id",
+    "padding_side",
+    "truncation_side",
+    "chat_template",
+    "response_schema",
+    "response_template",
+}
 # Share of an engine's rows that ranks keep in flight if there are several; the rest goes to the first free engine
 WINDOW_SHARE = 3 / 4
 
@@ -231,3 +245,19 @@ def save_without_weights(model: Any, processing_class: Any, folder: Path) -> Non
     processing_class.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.to_json_file(folder / "generation_config.json")
+
+
+def start_inputs(settings: EngineSettings, model_folder: Path) -> dict[str, Any]:
+    """Return all that engines start with, under the names that users know."""
+    found = settings.arguments(model_folder, 0) | settings.environment(0) | {"model": ""}
+    for path in model_folder.glob("*.*"):
+        if path.suffix == ".json":
+            values = json.loads(path.read_bytes(), object_hook=_read_by_engines)
+            found |= {f"{key} ({path.name})": value for key, value in values.items()}
+        elif path.suffix != ".jinja":
+            found[path.name] = path.read_bytes()
+    return found
+
+
+def _read_by_engines(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in NOT_OF_ENGINES}

@@ -49,6 +49,7 @@ class StartLog:
         self._stage = 0
         self._since = [(0, time.monotonic())]  # index and begin of the stages so far
         self._failed_at: float | None = None
+        self._ready_at: float | None = None
 
     @property
     def stage(self) -> str:
@@ -59,6 +60,11 @@ class StartLog:
     def last_change(self) -> float:
         """Time at which that stage began."""
         return self._since[-1][1]
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the start, until the engine was ready if it is."""
+        return (self._ready_at or time.monotonic()) - self._since[0][1]
 
     @property
     def failed_s(self) -> float:
@@ -84,9 +90,13 @@ class StartLog:
                 self._since.append((index, time.monotonic()))
                 return
 
+    def end(self) -> None:
+        """Note that the engine is ready."""
+        self._ready_at = self._ready_at or time.monotonic()
+
     def seconds(self) -> str:
         """Return the stages so far with the seconds of each, in words."""
-        ends = [begin for _, begin in self._since[1:]] + [time.monotonic()]
+        ends = [begin for _, begin in self._since[1:]] + [self._since[0][1] + self.total_s]
         pairs = zip(self._since, ends, strict=True)
         return ", ".join(f"{STAGES[index][0]} {end - begin:.0f} s" for (index, begin), end in pairs)
 

@@ -26,6 +26,11 @@ class MultiNodeGOLDTrainer(BufferedNodeTrainer, GOLDTrainer):
 
     _trl, _config = GOLDTrainer, MultiNodeGOLDConfig
 
+    @staticmethod
+    def _engine_keywords(args: Any) -> dict[str, Any]:
+        context = args.vllm_max_model_length or args.max_length
+        return BufferedNodeTrainer._engine_keywords(args) | {"max_model_length": context}
+
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
         self._texts = TextLogging(

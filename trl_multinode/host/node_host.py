@@ -1,5 +1,6 @@
 """`NodeHost`: one rank's part in its node's engines, put together from four objects and the one that ends them."""
 
+from collections.abc import Callable
 from typing import Any
 
 from ..engine.node_engines import NodeEngines
@@ -45,6 +46,27 @@ class NodeHost:
     def follow(self, trainer: Any) -> None:
         """Read the optimizer steps of `trainer`, and end the engines when it is garbage-collected."""
         self._closing.follow(trainer)
+
+    def start_early(self, outline: Callable[[], tuple[Any, Any]], keywords: dict[str, Any]) -> None:
+        """Start this node's engine processes before the model is loaded. Every rank calls it; the others do nothing.
+
+        `start_engines` compares what they got with the loaded model, so a wrong outline costs only their early start.
+
+        Args:
+            outline (`Callable`):
+                Function that returns the model without weights, and its processor.
+            keywords (`dict`):
+                Keywords that TRL will pass to its `VLLMGeneration`, as far as engines start with them.
+        """
+        # vLLM measures the free memory of its GPU while it starts, which a load on the same GPU would change
+        if not self.topology.is_local_main or self.devices.shared_with_training:
+            return
+        self._closing.make_room()
+        try:
+            self.updates.launch(*outline(), keywords)
+        except Exception as error:  # TRL's own load reports what is wrong with a model
+            self.updates.end()
+            self.rank.report(f"the engines start after the model is loaded ({error!r})")
 
     def start_engines(
         self, model: Any, processing_class: Any, keywords: dict[str, Any]

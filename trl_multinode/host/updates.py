@@ -17,7 +17,13 @@ from ..engine.restarts import lost_engine, lost_engines
 from ..engine.settings import EngineSettings, engine_dtype, training_dtype
 from ..errors import EngineError
 from ..transports.opening import TRANSPORTS
-from ..weights.building import build_sync, checked_with_engines, plan_sync, reserve_slots
+from ..weights.building import (
+    SyncPlan,
+    build_sync,
+    checked_with_engines,
+    plan_sync,
+    reserve_slots,
+)
 from ..weights.finite import check_finite, unchecked
 from ..weights.gathering import ShardGather
 from ..weights.host_copy import HostCopy
@@ -85,24 +91,33 @@ class Updates:
 
     # ---- start and end ----------------------------------------------------------------------------------------------
 
+    def launch(self, model: Any, processing_class: Any, keywords: dict[str, Any]) -> None:
+        """Start the processes of this node's engines with the outline of a model. Local main process only."""
+        _, engine_settings = self._plan(model, keywords)
+        num_engines = len(self._rank.devices.per_engine)
+        self._fleet.launch(engine_settings, num_engines, base_of(model), processing_class)
+
+    def _plan(self, model: Any, keywords: dict[str, Any]) -> tuple[SyncPlan, EngineSettings]:
+        """Return which weights of a model the syncs send, and the settings of the engines that get them."""
+        rank, settings, base = self._rank, self._rank.settings, base_of(model)
+        dtype, on_gpu = engine_dtype(settings, base), bool(rank.devices.per_engine[0])
+        plan = plan_sync(
+            base, hasattr(model, "peft_config"), settings.lora_sync, dtype, on_gpu=on_gpu
+        )
+        sees_sender = TRANSPORTS[rank.transport[0]].engines_see_sender
+        return plan, EngineSettings(
+            settings, rank.topology, rank.devices, dtype, keywords, plan.lora_rank, sees_sender
+        )
+
     def start(self, model: Any, processing_class: Any, keywords: dict[str, Any]) -> NodeEngines:
         """Start this node's engines (local main process) and connect to them (every rank of the node)."""
-        rank, settings = self._rank, self._rank.settings
+        rank, settings, per_engine = self._rank, self._rank.settings, self._rank.devices.per_engine
         self.model = model  # including its adapter: FSDP2 shards this module, and its forward gathers the shards
-        has_adapters = hasattr(model, "peft_config")
         base = base_of(model)
-        self.dtype = engine_dtype(settings, base)
-        per_engine, sees_sender = (
-            rank.devices.per_engine,
-            TRANSPORTS[rank.transport[0]].engines_see_sender,
-        )
-        plan = plan_sync(
-            base, has_adapters, settings.lora_sync, self.dtype, on_gpu=bool(per_engine[0])
-        )
-        engine_settings = EngineSettings(
-            settings, rank.topology, rank.devices, self.dtype, keywords, plan.lora_rank, sees_sender
-        )
-        bucket_bytes, transport = int(settings.sync_bucket_mb * 2**20), self._transport(sees_sender)
+        plan, engine_settings = self._plan(model, keywords)
+        self.dtype = engine_settings.dtype
+        bucket_bytes = int(settings.sync_bucket_mb * 2**20)
+        transport = self._transport(engine_settings.see_sender)
         gather = ShardGather(rank.topology.ranks_per_node, rank.args.device)
         if rank.topology.is_local_main:
             reserve_slots(plan, base, self.dtype, gather, bucket_bytes, transport)

@@ -93,7 +93,7 @@ def reserve_slots(
     bucket_bytes: int,
     transport: Transport,
 ) -> None:
-    """Reserve the memory of the slots before the engines start. Local main process only, and no collective.
+    """Reserve the memory of the slots before the engines are ready. Local main process only, and no collective.
 
     Raises:
         `WeightSyncError`: if the node has too little shared memory; the message names the largest tensor and the cure.

@@ -86,7 +86,9 @@ class Transport(SlotSettings):
     _reserved: IO[bytes] | None = field(default=None, init=False)
 
     def reserve(self, layouts: Sequence[tuple[TensorSpec, ...]]) -> None:
-        """Set the slots' memory aside until `open`. Call it before the engines start: vLLM takes shared memory too.
+        """Set the slots' memory aside until `open`, so that too little is an error now and no SIGBUS at a sync.
+
+        Engines that start beside the model's load may have taken theirs before. The sum is the same.
 
         Args:
             layouts (`Sequence[tuple[TensorSpec, ...]]`):
