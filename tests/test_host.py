@@ -259,5 +259,11 @@ def test_a_failed_check_in_a_single_process_ends_its_watch_and_frees_its_folder(
     assert not (tmp_path / "_multinode/owner.json").exists()
     assert ending()["code"] == CONFIGURATION and "USR1 or USR2" in ending()["cause"]
     monkeypatch.delenv(PREEMPT_VARIABLE)
-    NodeHost(config(tmp_path)).close()
+    host = NodeHost(config(tmp_path))
+    host.phases.begin_step(0, is_last=False)
+    with host.phases("train"):
+        pass
+    assert not host.rank.phase_file.path.exists()
+    host.close()
     assert ending()["code"] == 0
+    assert '"train"' in host.rank.phase_file.path.read_text()  # of a step that has not ended

@@ -20,8 +20,9 @@ from waiting import HANG_S, until
 
 from trl_multinode.run import store as run_store
 from trl_multinode.run.heartbeats.frames import bytes_written, innermost_frames, work_of
-from trl_multinode.run.heartbeats.node_slots import NAME, NodeSlots, open_shared
+from trl_multinode.run.heartbeats.node_slots import NAME, NodeSlots
 from trl_multinode.run.limits import file_limit_cure, raise_file_limit
+from trl_multinode.run.node_memory import open_shared
 from trl_multinode.run.reconnecting import ReconnectingStore, prefixed
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
@@ -232,6 +233,6 @@ def test_nothing_but_the_memory_of_a_rank_is_opened_for_a_name_in_the_store(tmp_
         what, f"{os.getpid()} {handle}"
     )
     with pytest.raises(OSError, match="store|not the memory|bytes"):
-        open_shared(place, 8192)
+        open_shared(place, NAME, 8192)
     os.close(handle)
     assert file.read_bytes() == bytes(8192)

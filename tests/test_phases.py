@@ -77,6 +77,7 @@ def lines(path: Path) -> list[dict]:
 def write(file: PhaseFile, count: int = 1) -> None:
     for _ in range(count):
         file.write("train", start=1.5, total=3.0, seconds=2.0, step=7)
+        file.flush()
 
 
 def test_a_line_has_what_a_timeline_of_all_nodes_needs(tmp_path):
@@ -107,6 +108,37 @@ def test_a_resumed_run_appends_with_the_next_number_also_on_ranks_that_are_new(t
         assert [file.attempt for file in files] == [attempt] * 2
     assert PhaseFile(tmp_path, rank=9, node=3).attempt == 3
     assert [line["attempt"] for line in lines(tmp_path / "rank1.jsonl")] == [1, 2]
+
+
+def live(phases: Phases, step: int, num_micro_batches: int) -> None:
+    """Go through the phases of a step, whose round is made in its first micro-batch."""
+    for number in range(num_micro_batches):
+        phases.begin_step(step, is_last=number == num_micro_batches - 1)
+        with phases("train"):
+            for name in ("sync", "generate", "reward") if number == 0 else ():
+                with phases(name):
+                    pass
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 8])
+def test_the_lines_of_a_step_are_written_at_once_and_when_it_ends(
+    tmp_path, monkeypatch, num_micro_batches
+):
+    """A process that is killed later has none of them in its memory."""
+    file = PhaseFile(tmp_path, rank=0, node=0)
+    writes = []
+    write = file._write
+    monkeypatch.setattr(file, "_write", lambda text: writes.append(write(text)))
+    phases = Phases(file)
+    with phases("set-up"):
+        pass
+    for step in range(3):
+        live(phases, step, num_micro_batches)
+        assert len(writes) == 2 + step
+        assert len(lines(file.path)) == 1 + (step + 1) * (3 + num_micro_batches)
+    with phases("checkpoint"):  # it may take minutes
+        pass
+    assert lines(file.path)[-1]["phase"] == "checkpoint"
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"phase": "sync", "step": 1}\n', "[1]\n", "\0\n"])

@@ -15,6 +15,8 @@ from waiting import HANG_S, until
 
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.run import store as run_store
+from trl_multinode.run.phase_file import PhaseFile
+from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch import arrivals, early, leaving, watch_thread, watchdog
 from trl_multinode.run.watch.watch_thread import WatchThread
@@ -59,6 +61,24 @@ def test_the_line_is_the_last_one_although_the_main_thread_is_printing_a_traceba
             assert rank.text.count("printed slowly") == 1 + ("printed slowly" in line), (
                 "the traceback was cut"
             )
+
+
+def test_a_rank_that_leaves_writes_the_phases_of_the_step_under_way(tmp_path, store):
+    def body(rank: int) -> None:
+        watch, file = enter(rank, store), PhaseFile(tmp_path, rank, node=rank // PER_NODE)
+        phases = Phases(file)
+        watch.at_close(file.flush)
+        with watch.guard(), phases("train"):
+            with phases("reward"):
+                pass
+            if rank == 1:
+                raise ValueError("of rank 1")
+            time.sleep(HANG_S)
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        assert len({rank.wait() for rank in ranks}) == 1
+    found = [(tmp_path / f"rank{rank}.jsonl").read_text().split(",")[0] for rank in range(RANKS)]
+    assert found == ['{"phase": "reward"'] * RANKS
 
 
 def test_a_neighbour_that_registers_between_two_requests_is_watched_all_the_same():

@@ -312,7 +312,7 @@ class NodeTrainer(HubTrainer):
         if self.host is None:
             return super().training_step(*args, **kwargs)
         self._resume.restore_position()
-        self.host.phases.begin_step(self.state.global_step)
+        self.host.phases.begin_step(self.state.global_step, self.accelerator.sync_gradients)
         self._report.begin_step(self.state.global_step)
         with self.host.phases("train"):
             return super().training_step(*args, **kwargs)

@@ -257,10 +257,10 @@ def one_closes_early(here: Here) -> None:
 
 
 def meet(watch: Watchdog) -> None:
-    meeting = meetings.setdefault(
-        watch, Meeting(watch.topology, connect_store(watch.topology, watch.run))
-    )
-    meeting.wait()
+    if watch not in meetings:
+        meetings[watch] = Meeting(watch.topology, connect_store(watch.topology, watch.run))
+        watch.judge_missed(meetings[watch].is_missed)
+    meetings[watch].wait()
 
 
 meetings: dict[Watchdog, Meeting] = {}

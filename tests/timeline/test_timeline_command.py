@@ -4,11 +4,13 @@ import json
 import re
 
 import pytest
+from timeline import runs
 from timeline.runs import STEPS, write_run
 
 from trl_multinode.tools import main
+from trl_multinode.tools.timeline import command, reading
 from trl_multinode.tools.timeline.command import chosen_steps
-from trl_multinode.tools.timeline.reading import TimelineError
+from trl_multinode.tools.timeline.reading import TAILS, TimelineError
 
 
 @pytest.fixture
@@ -101,6 +103,63 @@ def test_a_trace_of_some_steps_and_nodes(folder):
 
 
 # ---- steps
+
+
+@pytest.fixture
+def long_run(tmp_path, monkeypatch):
+    """A run whose files are longer than the ends that are read first; one rank has ended in a line of step 550."""
+    monkeypatch.setattr(runs, "STEPS", 600)
+    folder = write_run(tmp_path)
+    phases = folder / "_multinode" / "phases"
+    for rank in (0, 2):
+        lines = runs.rank_lines(rank) + runs.rank_lines(rank, attempt=2, begin=runs.BEGIN + 9000)
+        runs.write_lines(phases / f"rank{rank}.jsonl", lines)
+    path = phases / "rank2.jsonl"
+    path.write_bytes(path.read_bytes()[:-20_000])
+    (phases / "rank0.jsonl").rename(phases / "rank0.jsonl.1")
+    runs.write_lines(phases / "rank0.jsonl", runs.rank_lines(0, attempt=2)[-9:])
+    assert all(path.stat().st_size > TAILS[0] for path in phases.glob("rank[123].jsonl"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--steps", "-3:"],
+        ["--steps", "-60:-58", "--nodes", "1"],
+        ["--steps", "300"],
+        ["--steps", "1:2"],
+        ["--steps", "-2:", "--attempt", "1"],
+        ["--steps", "700"],
+    ],
+    ids=" ".join,
+)
+def test_the_ends_of_files_show_the_same_as_the_whole_files(
+    long_run, monkeypatch, capsys, arguments
+):
+    def shown(tails) -> tuple:
+        monkeypatch.setattr(command, "TAILS", tails)
+        code = main(["timeline", str(long_run), *arguments])
+        path = long_run / "_multinode" / "timeline" / "timeline.json"
+        return code, capsys.readouterr(), path.read_bytes() if path.exists() else b""
+
+    assert shown((20_000, *TAILS)) == shown(TAILS) == shown(())
+
+
+def test_of_the_last_steps_only_the_ends_of_the_files_are_read(long_run, monkeypatch):
+    sizes = []
+    texts = reading._texts
+
+    def counted(path, *tail):
+        found, is_whole = texts(path, *tail)
+        sizes.append(sum(map(len, found)))
+        return found, is_whole
+
+    monkeypatch.setattr(reading, "_texts", counted)
+    assert main(["timeline", str(long_run), "--steps", "-3:"]) == 0
+    num_files = len([*(long_run / "_multinode" / "phases").glob("*.jsonl")])
+    # settings too, once
+    assert len(sizes) == num_files + 1 and max(sizes) < TAILS[0] + 1000
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from ..wire.line_file import LineFile
 from .reporter import warn
@@ -26,6 +27,7 @@ class PhaseFile(LineFile):
         self.attempt = 1 + max(last_attempt(self.path), last_attempt(folder / "rank0.jsonl"))
         self._node = node
         self._rank = rank
+        self._lines: list[dict[str, Any]] = []  # not written yet
 
     def write(
         self,
@@ -36,12 +38,22 @@ class PhaseFile(LineFile):
         step: int,
         evaluation: bool = False,
     ) -> None:
-        """Write the line of a phase. After an error, warn once, drop the line, and try again with the next one."""
+        """Keep the line of a phase for the next `flush`."""
         line = {
             "phase": phase, "start": round(start, 6), "seconds": round(seconds, 6), "total": round(total, 6),
             "step": step, "node": self._node, "attempt": self.attempt, "clock_offset": self.clock_offset,
         }  # fmt: skip
-        self.add(line | {"evaluation": True} if evaluation else line)
+        self._lines.append(line | {"evaluation": True} if evaluation else line)
+
+    def flush(self) -> None:
+        """Write the lines since the last call. After an error, warn once, drop them, and try again with the next ones.
+
+        The main thread calls it at the end of a step, and the watchdog when the run fails. The watchdog's threads do
+        not call it in between: they would wait for a disk that hangs, and the rank would look silent.
+        """
+        lines, self._lines = self._lines, []
+        if lines:
+            self.add(*lines)
 
     def _warn(self, error: Exception) -> None:
         warn(

@@ -1,4 +1,4 @@
-"""Time per phase: `with phases("sync"):` writes one JSON line and adds to the sums for the log.
+"""Time per phase: `with phases("sync"):` makes one JSON line and adds to the sums for the log.
 
 Phases nest; each counts only its own time, so the sums add up to the wall time of the outermost phase.
 """
@@ -34,6 +34,7 @@ class Phases:
         self._failed: str | None = None  # the phase that raised the current exception
         self._sums: dict[str, float] = defaultdict(float)
         self._evaluates = False
+        self._is_last = True  # whether the lines are complete when the outermost phase ends
         self.step = 0  # optimizer steps done at the begin of the current one
         self.trains = False  # whether a step has begun
         self.changes = 0  # entries and exits so far
@@ -55,9 +56,12 @@ class Phases:
         except IndexError:
             return None
 
-    def begin_step(self, step: int) -> None:
-        """Note that the optimizer step after `step` others begins, or goes on with a further micro-batch."""
-        self.step, self.trains = step, True
+    def begin_step(self, step: int, is_last: bool = True) -> None:
+        """Note that the optimizer step after `step` others begins, or goes on with a further micro-batch.
+
+        The lines of a step are written at once, at the end of its last micro-batch.
+        """
+        self.step, self.trains, self._is_last = step, True, is_last
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -94,6 +98,8 @@ class Phases:
         self._sums[name] += seconds
         if self.file is not None:
             self.file.write(name, wall, total, seconds, self.step, self._evaluates)
+            if self._is_last and not self._stack:
+                self.file.flush()
 
     def take_sums(self) -> list[float]:
         """Return the seconds per phase of `PHASES` since the last call."""

@@ -21,9 +21,9 @@ Keys of a trainer, below its number:
 | `done` | every rank that has finished | the number of these ranks |
 | `pid/<rank>` | every rank | its pid, for the other ranks of its node |
 | `folder/<node>` | local main processes | the folder with the sockets of the node's engines |
-| `arrived/<number>` | every rank that comes to a meeting | the number of arrivals; see [`Meeting`](meeting.py) |
-| `at/<rank>` | every rank | the number of its last meeting |
-| `slots/<node>` | local main processes | pid and descriptor of the node's [shared memory](node_slots.py) |
+| `arrived/<number>` | local main processes | the number of ranks that have come; see [`Meeting`](meeting.py) |
+| `trl_multinode_<use>/<node>` | local main processes | pid and descriptor of the node's [memory](node_memory.py) |
+| `apart/<node>` | ranks that cannot open it | empty: all ranks of the node meet at the store |
 | `beat/<node>` | one rank of the node, every second | the states of its ranks; see [`Beats`](beats.py) |
 | `asked/<number>` | ranks that bring a request to a meeting | the requests |
 | `leaves/<n>` | every rank that ends its script inside the trainer with a good code | the number of these ranks |
@@ -109,6 +109,7 @@ class RunStore:
         self._topology = topology
         self._store = connect_store(topology, run) if store is None else store
         self._left: set[str] = set()
+        self.missed: Callable[[Store], bool] = lambda store: False  # that of the trainer's meeting
 
     def of_trainer(self, run: int) -> "RunStore":
         """Return the keys of a trainer, through the client of this object."""
@@ -234,13 +235,7 @@ class RunStore:
     def is_missed(self) -> bool:
         """Return whether another rank waits for this one at a [`Meeting`](meeting.py) to which it has not come."""
         found: list[bool] = []
-
-        def look(store: Store) -> None:
-            key = f"at/{self._topology.rank}"
-            mine = int(store.get(key)) if store.check([key]) else 0
-            found.append(store.check([f"arrived/{mine + 1}"]))
-
-        self.lend(look)
+        self.lend(lambda store: found.append(self.missed(store)))
         return any(found)
 
     def all_leave(self, key: str) -> bool:

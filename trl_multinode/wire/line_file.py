@@ -18,7 +18,7 @@ class LineFile:
         path (`Path`):
             File to append to; its folder is created with the first line.
         on_error (`Callable[[Exception], None]`):
-            Function that gets the first error. That line is dropped, and the next one tries again.
+            Function that gets the first error. Those lines are dropped, and the next ones try again.
     """
 
     def __init__(self, path: Path, on_error: Callable[[Exception], None]):
@@ -27,10 +27,10 @@ class LineFile:
         self._file: IO[str] | None = None
         self._failed = False
 
-    def add(self, line: Mapping[str, Any]) -> None:
-        """Write a line, or drop it after an error."""
+    def add(self, *lines: Mapping[str, Any]) -> None:
+        """Write lines at once, or drop them after an error."""
         try:
-            self._write(json.dumps(line) + "\n")
+            self._write("".join(json.dumps(line) + "\n" for line in lines))
         # a full disk, a lost file system; a file that was closed
         except (
             OSError,
@@ -42,7 +42,7 @@ class LineFile:
                 self._failed = True
                 self._on_error(error)
 
-    def _write(self, line: str) -> None:
+    def _write(self, text: str) -> None:
         if self._file is not None and self._file.tell() > ROTATE_BYTES:
             self._file.close()
             os.replace(self.path, f"{self.path}.1")
@@ -50,7 +50,7 @@ class LineFile:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a", buffering=1)
-        self._file.write(line)
+        self._file.write(text)
 
     def close(self) -> None:
         """Close the file; another line would open it again."""

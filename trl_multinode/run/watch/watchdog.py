@@ -96,6 +96,10 @@ class Watchdog(Attachment):
         """Stop watching this trainer's processes, before this rank shuts its engines down cleanly."""
         self._watch.processes.forget(self)
 
+    def judge_missed(self, missed: Callable[["Store"], bool]) -> None:
+        """Let `missed` judge whether other ranks wait for this one when it closes or leaves its trainer."""
+        self._store.missed = missed
+
     def limit_store(self, seconds: float) -> None:
         """Set the time after which a store that does not respond counts as gone."""
         self._watch.store_limit_s = seconds

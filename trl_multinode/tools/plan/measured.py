@@ -8,14 +8,7 @@ from typing import Any
 
 from ...run.splits import StepTimes
 from ..timeline.lanes import PhaseLine
-from ..timeline.reading import (
-    RANK,
-    TimelineError,
-    numbered_lines,
-    of_attempt,
-    read_logs,
-    read_settings,
-)
+from ..timeline.reading import RANK, TimelineError, read_logs, read_phases, read_settings
 from . import PlanError
 
 WARM_UP = 0.2  # share of the steps, at least one, that is left out
@@ -83,11 +76,11 @@ def read_run(folder: str) -> MeasuredRun:
 def _last_attempt(path: Path) -> list[list[PhaseLine]]:
     """Return the phases of each rank in the last attempt of a run."""
     try:
-        every, _ = numbered_lines([path], RANK, PhaseLine)
+        phases = read_phases([path], RANK, PhaseLine)
     except TimelineError as error:
         raise PlanError(f"`--run` is an `output_dir`: {error}") from None
-    last = max((line.attempt for lines in every.values() for line in lines), default=0)
-    return list(of_attempt(every, last).values())
+    last = max(phases.attempts(), default=0)
+    return list(phases.of_attempt(last).values())
 
 
 def _slowest(ranks: list[list[PhaseLine]], phase: str, steps: list[int]) -> float:

@@ -1,16 +1,16 @@
 """`trl-multinode timeline RUN_DIR`: read a run's files, print a table of its nodes, write trace and page."""
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from .page import write_page
 from .perfetto import trace
-from .reading import Run, TimelineError, read_run
+from .reading import TAILS, Run, TimelineError, read_run
 from .table import print_table
 
 PROG = "trl-multinode timeline"
@@ -53,6 +53,8 @@ def chosen_steps(text: str | None, steps: Sequence[int]) -> range:
     Raises:
         `TimelineError`: if the text is no range, or if the run has none of these steps.
     """
+    if not steps:
+        raise TimelineError("the run has ended before its first step, so there is nothing to show")
     first, last = steps[0], steps[-1]
     match = re.fullmatch(r"(-?\d+)|(-?\d+)?:(-?\d+)?", ":" if text is None else text)
     if match is None:
@@ -103,8 +105,7 @@ def main(argv: list[str]) -> int:
     """
     options = _parser().parse_args(with_negative_steps(argv))
     try:
-        run = of_nodes(read_run(options.run_dir, options.attempt), options.nodes)
-        for line in write(run, options):
+        for line in write(*chosen_part(options), options):
             print(line)
     except (TimelineError, OSError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
@@ -112,17 +113,36 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def write(run: Run, options: argparse.Namespace) -> list[str]:
+def chosen_part(options: argparse.Namespace) -> tuple[Run, range]:
+    """Read the run of the chosen nodes, of some steps only the ends of its files; return the steps too.
+
+    Raises:
+        `TimelineError`: see [`read_run`], [`of_nodes`] and [`chosen_steps`].
+    """
+
+    def read(tail: int = sys.maxsize) -> tuple[Run, range]:
+        run = of_nodes(read_run(options.run_dir, options.attempt, tail), options.nodes)
+        return run, chosen_steps(options.steps, run.steps())
+
+    # the page also has the losses of the whole run
+    for tail in () if options.html or options.steps is None else TAILS:
+        with suppress(TimelineError):  # what an end lacks may stand before it
+            run, steps = read(tail)
+            if run.has(steps):
+                return run, steps
+    return read()
+
+
+def write(run: Run, steps: range, options: argparse.Namespace) -> list[str]:
     """Print the table and write the files; return the lines that name them."""
-    if not run.starts:
-        raise TimelineError("the run has ended before its first step, so there is nothing to show")
-    steps = chosen_steps(options.steps, run.steps())
-    shown = run if options.steps is None else run.cut(steps)
-    print_table(run.cut(steps))
+    part = run.cut(steps)
+    shown = run if options.steps is None else part
+    print_table(part)
     folder = options.out or options.run_dir[0] / "_multinode" / "timeline"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "timeline.json"
-    path.write_text(json.dumps(trace(shown)))
+    with path.open("w") as file:
+        file.writelines(trace(shown))
     size = f"{path.stat().st_size / 1e6:.1f} MB"
     lines = [*run.notes, f"wrote {path} ({size}): open it in https://ui.perfetto.dev"]
     if options.html:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
+from msgspec.structs import replace as with_values
 
 # In the order of the legends. The colors can be told apart with every kind of color blindness (after Okabe and Ito).
 COLORS = {
@@ -15,17 +16,15 @@ STEP_PHASES = ("sync", "generate", "reward", "train", "wait")  # those of a step
 ROUNDING_S = 1.1e-4  # files of earlier versions have four decimals
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(msgspec.Struct, frozen=True, gc=False):
     """One phase of a rank or state of an engine. Times are seconds by the clock of node 0."""
 
     phase: str
     start: float
     end: float
     depth: int = 0  # number of phases around this one
-    step: int = (
-        0  # number of the optimizer step as in the log, from 1; 0 outside of steps and for engines
-    )
+    # number of the optimizer step as in the log, from 1; 0 outside of steps and for engines
+    step: int = 0
     evaluation: bool = False
     note: str = ""
 
@@ -74,7 +73,8 @@ class Lane:
         """Return the part of a lane between two times."""
         inside = [span for span in self.spans if span.end > start and span.start < end]
         spans = [
-            replace(span, start=max(start, span.start), end=min(end, span.end)) for span in inside
+            with_values(span, start=max(start, span.start), end=min(end, span.end))
+            for span in inside
         ]
         marks = [mark for mark in self.marks if start <= mark.at <= end]
         before = [(start, rows) for at, rows in self.rows if at <= start]
@@ -82,7 +82,7 @@ class Lane:
         return replace(self, spans=spans, marks=marks, rows=rows)
 
 
-class PhaseLine(msgspec.Struct):
+class PhaseLine(msgspec.Struct, gc=False):
     """A line of `rank<r>.jsonl`: the lines of inner phases come before those around them."""
 
     phase: str
@@ -96,7 +96,7 @@ class PhaseLine(msgspec.Struct):
     evaluation: bool = False
 
 
-class State(msgspec.Struct):
+class State(msgspec.Struct, gc=False):
     """A line of `node<k>_engine<i>.jsonl`: a state that begins, or the loss of its process."""
 
     phase: str
@@ -109,12 +109,10 @@ class State(msgspec.Struct):
     attempt: int = 1
 
 
-class _Tree:
-    def __init__(self, line: PhaseLine, inner: "list[_Tree]"):
-        self.line = line
-        self.inner = inner
-        # Not the total of the line, which is rounded
-        self.total: float = line.seconds + sum(each.total for each in inner)
+class _Tree(msgspec.Struct, gc=False):
+    line: PhaseLine
+    inner: "list[_Tree]"
+    total: float  # not that of the line, which is rounded
 
 
 def nested(lines: Iterable[PhaseLine]) -> list[Span]:
@@ -133,7 +131,7 @@ def nested(lines: Iterable[PhaseLine]) -> list[Span]:
                 break
             rest -= last.total
             inner.insert(0, open_.pop())
-        open_.append(_Tree(line, inner))
+        open_.append(_Tree(line, inner, line.seconds + sum(each.total for each in inner)))
     found: list[Span] = []
     end = float("-inf")
     for tree in open_:
@@ -161,10 +159,10 @@ def _pieces(spans: Sequence[Span]) -> Iterator[Span]:
         while open_ and open_[-1].depth >= span.depth:
             last = open_.pop()
             if last.end > at:
-                yield replace(last, start=at)
+                yield with_values(last, start=at)
                 at = last.end
         if open_ and span.start > at:
-            yield replace(open_[-1], start=at, end=span.start)
+            yield with_values(open_[-1], start=at, end=span.start)
         open_.append(span)
         at = max(at, span.start)
 
@@ -180,11 +178,10 @@ def engine_lane(node: int, number: int, states: Sequence[State], end: float) -> 
         span = Span(state.phase, at, max(at, until))
         weights = f"weights {state.update}"
         if state.phase == "generate":
-            span = replace(span, note=weights)
+            span = with_values(span, note=weights)
         elif state.phase == "sync":
-            span = replace(
-                span, note=weights + (f", {state.rows} rows frozen" if state.rows else "")
-            )
+            frozen = f", {state.rows} rows frozen" if state.rows else ""
+            span = with_values(span, note=weights + frozen)
             if state.rows:
                 lane.marks.append(
                     Mark("swap", at, f"{weights} replace those of {state.rows} rows in flight")
@@ -206,6 +203,6 @@ def _extend(spans: list[Span], span: Span) -> None:
         and (last.phase, last.end) == (span.phase, span.start)
         and span.phase == "generate"
     ):
-        spans[-1] = replace(last, end=span.end)
+        spans[-1] = with_values(last, end=span.end)
     elif span.end > span.start:
         spans.append(span)

@@ -1,5 +1,6 @@
 """A run as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing show."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,18 +14,26 @@ MICRO = 1e6
 Event = dict[str, Any]
 
 
-def trace(run: Run) -> dict[str, Any]:
-    """Return the trace: a process per node, a thread per rank and engine, a counter of each engine's rows."""
+def trace(run: Run) -> Iterator[str]:
+    """Yield the parts of the trace's text, because the events of a long run are larger than its lanes."""
     begin = run.begin
-    events = [_event("M", "process_name", STEPS, 0, name="optimizer steps")]
-    events.append(_event("M", "process_sort_index", STEPS, 0, sort_index=-1))
+    before = '{"traceEvents": ['
+    for event in _events(run, begin):
+        yield before + json.dumps(event)
+        before = ", "
+    other = {"attempt": run.attempt, "start": begin, "notes": run.notes, "settings": run.settings}
+    yield "], " + json.dumps({"displayTimeUnit": "ms", "otherData": other}).removeprefix("{")
+
+
+def _events(run: Run, begin: float) -> Iterator[Event]:
+    """Yield a process per node, a thread per rank and engine, a counter of each engine's rows."""
+    yield _event("M", "process_name", STEPS, 0, name="optimizer steps")
+    yield _event("M", "process_sort_index", STEPS, 0, sort_index=-1)
     ends = [*list(run.starts.values())[1:], run.end]
     for (step, start), end in zip(run.starts.items(), ends, strict=True):
-        events.append(_event("X", f"step {step}", STEPS, 0) | _times(start - begin, end - begin))
+        yield _event("X", f"step {step}", STEPS, 0) | _times(start - begin, end - begin)
     for lane in run.lanes:
-        events += _lane(lane, begin)
-    other = {"attempt": run.attempt, "start": begin, "notes": run.notes, "settings": run.settings}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+        yield from _lane(lane, begin)
 
 
 def _lane(lane: Lane, begin: float) -> Iterator[Event]:

@@ -2,9 +2,10 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ RANK = re.compile(r"rank(\d+)\.jsonl")
 ENGINE = re.compile(r"node(\d+)_engine(\d+)\.jsonl")
 # Of lines in which the page refuses NaN and infinity
 PLAIN = partial(json.loads, parse_constant=str)
+# Bytes at the end of each file that are read first if some steps are asked for: 700 lines of a rank, or 6000
+TAILS = (128 * 2**10, 2**20)
 
 
 class TimelineError(Exception):
@@ -30,13 +33,27 @@ class Run:
     lanes: list[Lane]
     attempt: int
     attempts: list[int]
+    folders: Sequence[Path] = ()
     notes: list[str] = field(default_factory=list)  # what is missing or was assumed
     settings: dict[str, Any] = field(default_factory=dict)
-    logs: list[dict[str, Any]] = field(default_factory=list)  # of all attempts
-    endings: dict[int, dict[str, Any]] = field(default_factory=dict)  # by node
-    completions: dict[str, Any] = field(default_factory=dict)  # of the newest log that has them
     # by step of the log: begin on the first rank
     starts: dict[int, float] = field(default_factory=dict)
+    ends: list[Any] = field(default_factory=list)  # see `Lines`
+
+    @cached_property
+    def logs(self) -> list[dict[str, Any]]:
+        """Logs of all attempts."""
+        return read_logs(self.folders)
+
+    @cached_property
+    def completions(self) -> dict[str, Any]:
+        """Columns and rows of the newest log with completions."""
+        return read_completions(self.folders)
+
+    @cached_property
+    def endings(self) -> dict[int, dict[str, Any]]:
+        """Endings by node; none of an earlier attempt, because a launch deletes the endings before it."""
+        return _endings(self.folders) if self.attempt == self.attempts[-1] else {}
 
     @property
     def nodes(self) -> list[int]:
@@ -58,6 +75,17 @@ class Run:
         """Return the numbers of the steps, as the log has them."""
         return sorted(self.starts)
 
+    def has(self, steps: range) -> bool:
+        """Return whether the ends that were read have all of these steps, and the one before them.
+
+        The first lines of an end may lack the phases inside them, so it must begin one step earlier still.
+        """
+        begin = self.starts.get(steps[0] - 2, float("-inf"))
+        return all(
+            line is not None and (line.attempt, line.start) < (self.attempt, begin)
+            for line in self.ends
+        )
+
     def cut(self, steps: range) -> "Run":
         """Return the run between the begin of the first and the end of the last of some steps.
 
@@ -74,7 +102,7 @@ class Run:
         )
 
 
-def read_run(folders: Sequence[Path], attempt: int | None = None) -> Run:
+def read_run(folders: Sequence[Path], attempt: int | None = None, tail: int = sys.maxsize) -> Run:
     """Read a run.
 
     Args:
@@ -82,12 +110,14 @@ def read_run(folders: Sequence[Path], attempt: int | None = None) -> Run:
             `output_dir` of the run; those of its nodes if they do not share it.
         attempt (`int`, *optional*):
             Number of the attempt. Default: the last one.
+        tail (`int`, *optional*):
+            Bytes to read at the end of each file of phases. Default: all.
 
     Raises:
         `TimelineError`: if a folder has no phases, or if the run has no such attempt.
     """
-    every, broken = numbered_lines(folders, RANK, PhaseLine)
-    attempts = sorted({line.attempt for lines in every.values() for line in lines})
+    phases = read_phases(folders, RANK, PhaseLine, tail)
+    attempts = phases.attempts()
     if not attempts:
         raise TimelineError(f"{folders[0]} has files of phases, but no line of them can be read.")
     chosen = attempts[-1] if attempt is None else attempt
@@ -95,25 +125,21 @@ def read_run(folders: Sequence[Path], attempt: int | None = None) -> Run:
         raise TimelineError(
             f"{folders[0]} has no attempt {chosen} (got --attempt {chosen}, expected one of {attempts})."
         )
-    states, broken_states = numbered_lines(folders, ENGINE, State)
-    ranks = of_attempt(every, chosen)
+    states = read_phases(folders, ENGINE, State, tail)
+    ranks = phases.of_attempt(chosen)
     offsets, notes = _offsets(ranks)
-    lanes = _lanes(ranks, of_attempt(states, chosen), offsets)
-    run = Run(lanes, chosen, attempts, notes, starts=_starts(lanes))
-    if missing := {line.node for lines in every.values() for line in lines} - set(run.nodes):
+    lanes = _lanes(ranks, states.of_attempt(chosen), offsets)
+    run = Run(lanes, chosen, attempts, folders, notes, starts=_starts(lanes))
+    run.ends = [*phases.ends, *states.ends]
+    if missing := phases.nodes() - set(run.nodes):
         what = "it ended before its first phase, or was not part of it"
         run.notes.append(f"node {_listed(missing)} has no line of attempt {chosen}: {what}")
-    if broken := broken + broken_states:
+    if broken := phases.broken + states.broken:
         run.notes.append(
             f"{broken} line(s) could not be read: those of a killed process may end in the middle"
         )
-    run.settings = next(
-        (line for line in reversed(read_settings(folders)) if line.get("attempt") == chosen), {}
-    )
-    run.logs = read_logs(folders)
-    run.completions = read_completions(folders)
-    if chosen == attempts[-1]:  # a launch deletes the endings before it
-        run.endings = _endings(folders)
+    settings = [line for line in read_settings(folders) if line.get("attempt") == chosen]
+    run.settings = settings[-1] if settings else {}
     return run
 
 
@@ -131,16 +157,55 @@ def _lanes(
     return sorted(lanes, key=lambda lane: (lane.node, lane.kind != "rank", lane.number))
 
 
-def numbered_lines(
-    folders: Sequence[Path], name: re.Pattern, kind: type
-) -> tuple[dict[tuple[int, ...], list], int]:
-    """Return the lines of the files of phases with such names by the numbers in them, and the number of broken ones.
+@dataclass
+class Lines:
+    """Lines of the files of phases with some name, by the numbers in it."""
+
+    files: dict[tuple[int, ...], list] = field(default_factory=dict)
+    broken: int = 0  # lines that could not be read
+    # of each file of which only the first line and the end were read: the first line of that end
+    ends: list[Any] = field(default_factory=list)
+
+    def attempts(self) -> list[int]:
+        return sorted({line.attempt for lines in self.files.values() for line in lines})
+
+    def nodes(self) -> set[int]:
+        return {line.node for lines in self.files.values() for line in lines}
+
+    def of_attempt(self, attempt: int) -> dict[Any, list]:
+        """Return the lines of an attempt, without files that have none."""
+        found = {
+            key: [line for line in lines if line.attempt == attempt]
+            for key, lines in self.files.items()
+        }
+        return {key: lines for key, lines in found.items() if lines}
+
+
+def read_phases(
+    folders: Sequence[Path], name: re.Pattern, kind: type, tail: int = sys.maxsize
+) -> Lines:
+    """Read the files of phases with such names, or the first line and the last `tail` bytes of each.
 
     Raises:
         `TimelineError`: if a folder has no files of phases.
     """
     decode: Callable = msgspec.json.Decoder(kind).decode
-    found: dict[tuple[int, ...], list] = {}
+    paths: dict[tuple[int, ...], Path] = {}
+    for path in _phase_paths(folders):
+        if match := name.fullmatch(path.name):
+            paths.setdefault(tuple(map(int, match.groups())), path)
+    found = Lines()
+    for numbers, path in sorted(paths.items()):
+        texts, is_whole = _texts(path, tail)
+        lines = list(_decoded(texts, decode))
+        found.broken += lines.count(None)
+        found.files[numbers] = [line for line in lines if line is not None]
+        if not is_whole:
+            found.ends.append(lines[1] if len(lines) > 1 else None)
+    return found
+
+
+def _phase_paths(folders: Sequence[Path]) -> Iterator[Path]:
     for folder in folders:
         phases = folder / "_multinode" / "phases"
         paths = sorted(phases.glob("*.jsonl"))
@@ -149,33 +214,36 @@ def numbered_lines(
                 f"{folder} has no files of a run (expected {phases}/rank<r>.jsonl). Pass the `output_dir` of a run; "
                 "if the nodes do not share it, pass that of each node."
             )
-        for path in paths:
-            if match := name.fullmatch(path.name):
-                found.setdefault(tuple(map(int, match.groups())), list(_lines(path, decode)))
-    whole = {
-        numbers: [line for line in lines if line is not None]
-        for numbers, lines in sorted(found.items())
-    }
-    return whole, sum(lines.count(None) for lines in found.values())
+        yield from paths
 
 
-def of_attempt(files: dict[Any, list], attempt: int) -> dict[Any, list]:
-    """Return the lines of an attempt, without files that have none."""
-    found = {
-        key: [line for line in lines if line.attempt == attempt] for key, lines in files.items()
-    }
-    return {key: lines for key, lines in found.items() if lines}
+def _texts(path: Path, tail: int = sys.maxsize) -> tuple[list[bytes], bool]:
+    """Return the lines of a file, the rotated part first, and whether those are all."""
+    parts = [part for part in (path.with_name(f"{path.name}.1"), path) if part.exists()]
+    lines: list[bytes] = []
+    is_whole = True
+    for part in reversed(parts):
+        start = max(0, part.stat().st_size - tail)
+        with part.open("rb") as file:
+            file.seek(start)
+            text = file.read()
+        # an end may begin in the middle of a line
+        lines = text.splitlines()[start > 0 :] + lines
+        tail -= len(text)
+        is_whole = is_whole and start == 0
+    if not is_whole:
+        with parts[0].open("rb") as file:
+            lines.insert(0, file.readline())
+    return lines, is_whole
 
 
-def _lines(path: Path, decode: Callable) -> Iterator[Any]:
-    """Yield the lines of a file, the rotated part first; `None` for a line that cannot be read."""
-    for part in (path.with_name(f"{path.name}.1"), path):
-        if part.exists():
-            for line in part.read_bytes().splitlines():
-                try:
-                    yield decode(line)
-                except ValueError:
-                    yield None
+def _decoded(lines: Sequence[bytes], decode: Callable) -> Iterator[Any]:
+    """Yield what the lines have; `None` for a line that cannot be read."""
+    for line in lines:
+        try:
+            yield decode(line)
+        except ValueError:
+            yield None
 
 
 def _offsets(ranks: dict[Any, list[PhaseLine]]) -> tuple[dict[int, float], list[str]]:
@@ -217,28 +285,24 @@ def _starts(lanes: Sequence[Lane]) -> dict[int, float]:
 
 def read_settings(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the settings of each start."""
-    return [
-        line
-        for folder in folders
-        for line in _lines(folder / "_multinode" / "settings.jsonl", PLAIN)
-        if line
-    ]
+    return _records(folders, "settings.jsonl")
 
 
 def read_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the logs: those of the run's own file, or else of the newest `trainer_state.json`."""
-    if lines := [
-        line
-        for folder in folders
-        for line in _lines(folder / "_multinode" / "log.jsonl", PLAIN)
-        if line
-    ]:
+    if lines := _records(folders, "log.jsonl"):
         return lines
     # One that is being written has no line that can be read
     paths = [path for folder in folders for path in folder.glob("**/trainer_state.json")]
     states = [state for path in paths for state in _whole(path)]
     newest: dict[str, Any] = max(states, key=lambda state: state.get("global_step", 0), default={})
     return newest.get("log_history", [])
+
+
+def _records(folders: Sequence[Path], name: str) -> list[dict[str, Any]]:
+    """Return the lines of a file of the run that can be read."""
+    paths = [folder / "_multinode" / name for folder in folders]
+    return [line for path in paths for line in _decoded(_texts(path)[0], PLAIN) if line]
 
 
 def _endings(folders: Sequence[Path]) -> dict[int, dict[str, Any]]:

@@ -30,7 +30,10 @@ def print_table(run: Run) -> None:
     rows = []
     for node in run.nodes:
         ranks = run.of(node, "rank")
-        seconds = [f"{phase_seconds(ranks, phase) / len(run.starts):.2f}" for phase in STEP_PHASES]
+        by_step = step_seconds(ranks)
+        seconds = [
+            f"{phase_seconds(by_step, phase) / len(run.starts):.2f}" for phase in STEP_PHASES
+        ]
         rows.append(
             [str(node), *seconds, *_engine_cells(run.of(node, "engine"), run.end - run.begin)]
         )
@@ -49,9 +52,9 @@ def _engine_cells(engines: list[Lane], seconds: float) -> list[str]:
     return [f"{100 * busy:.0f} %", str(marks.count("swap")), str(marks.count("restart"))]
 
 
-def phase_seconds(ranks: list[Lane], phase: str) -> float:
+def phase_seconds(by_step: dict[tuple[int, str], float], phase: str) -> float:
     """Return the seconds of a phase in all steps, as the log counts them."""
-    return sum(seconds for (_, each), seconds in step_seconds(ranks).items() if each == phase)
+    return sum(seconds for (_, each), seconds in by_step.items() if each == phase)
 
 
 def step_seconds(ranks: list[Lane]) -> dict[tuple[int, str], float]:
