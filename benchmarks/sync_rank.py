@@ -167,9 +167,7 @@ class Arms:
         """The arm's own slots and buckets, outside of the time: an engine has one plan at a time."""
         sync = self.syncs[arm]
         if sync._engines is not None:
-            sync._slots = sync._transport.open(
-                self.engines, slot_bytes(sync.buckets), sync._layouts
-            )
+            sync._slots = sync._transport.open(self.engines, sync._layouts)
 
     def run(self, arm: str) -> SyncTimings | None:
         self.update += 1

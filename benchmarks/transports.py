@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from multinode_kit.engines import REAL, SyncDriver, running_engines
-from trl_multinode.weights.buckets import slot_bytes
 from trl_multinode.weights.transport import Transport
 
 ARMS = ("host", "nccl", "memcpy", "control")
@@ -85,7 +84,7 @@ def measure(repeats: int, folder: Path) -> dict:
                 store = folder / f"{repeat}.{number}"
                 store.mkdir()
                 transport = Transport("nccl" if arm == "nccl" else "host", folder=store)
-                sync._slots = transport.open(engines, slot_bytes(sync.buckets), sync._layouts)
+                sync._slots = transport.open(engines, sync._layouts)
                 trainer.perturb(0.02)
                 if trainer.version.update:
                     stale.append(difference(trainer))

@@ -88,7 +88,6 @@ Row = tuple[dict[str, Any], str, Any]
 REFUSED_FIELDS: list[Row] = [  # fields of the config, the setting that is named, its value
     *(({name: value}, name, value) for name in POSITIVE for value in (0, -1.5)),
     *(({name: value}, name, value) for name in COUNTS for value in (0, -2)),
-    ({"engine_restart_copy": True, "engine_restarts": 0}, "engine_restarts", 0),
     ({"logprob_divergence_limit": -0.1}, "logprob_divergence_limit", -0.1),
     ({"engine_kwargs": {"dtype": "bfloat61"}}, "dtype", "bfloat61"),
     ({"vllm_mode": "nodes"}, "vllm_mode", "nodes"),

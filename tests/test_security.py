@@ -53,7 +53,7 @@ from trl_multinode.wire.messages import (
 from trl_multinode.wire.secret_names import is_secret_name
 
 ROOT = Path(__file__).parents[1]
-NO_MEMORY = msgspec.Raw(msgspec.msgpack.encode(HostMemory(("/nowhere/a", "/nowhere/b"))))
+NO_MEMORY = msgspec.Raw(msgspec.msgpack.encode(HostMemory("/nowhere/a", (64, 128))))
 REQUESTS = [
     Hello(request_id=1, rank=5),
     Generate(
@@ -61,10 +61,8 @@ REQUESTS = [
     ),
     Await(request_id=3, min_update=2**60),
     Score(request_id=4, prompt=pack_ids([4, 5])),
-    OpenSlots(request_id=5, transport="host", memory=NO_MEMORY, slot_bytes=2**62, buckets=()),
-    OpenSlots(
-        request_id=6, transport="none", memory=msgspec.Raw(b"\x01"), slot_bytes=0, buckets=()
-    ),
+    OpenSlots(request_id=5, transport="host", memory=NO_MEMORY, sizes=(2**62,), buckets=()),
+    OpenSlots(request_id=6, transport="none", memory=msgspec.Raw(b"\x01"), sizes=(), buckets=()),
     CheckSlot(request_id=7, slot=-1, num_bytes=2**60, crc=0),
     UpdateWeights(request_id=8, version=WeightVersion(-1, 2**60), first_bucket=99, in_flight=True),
     UpdateWeights(request_id=9, version=WeightVersion(1, 1), turn=-5),
@@ -181,14 +179,14 @@ def test_bytes_of_a_connection_without_a_hello_are_not_kept(tmp_path):
 @contextmanager
 def opened_slots(sender: Connection, folder: Path) -> Iterator[BucketSignals]:
     """Slots with one bucket of one tensor that the server has opened, and their signals."""
-    slots = HostSlots(64, SlotSettings(folder=folder))
+    slots = HostSlots([64], SlotSettings(folder=folder))
     request = OpenSlots(
         request_id=9,
         transport="host",
         memory=msgspec.Raw(msgspec.msgpack.encode(slots.open_for(0))),
-        slot_bytes=64,
+        sizes=slots.sizes,
         buckets=((TensorSpec("w", "float32", (2,), 0, 8),),),
-        signals=str(slots.signals.path),
+        signals=str(slots.signals.listen(folder)),
     )
     try:
         assert isinstance(ask(sender, request), Done)

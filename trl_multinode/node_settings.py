@@ -125,14 +125,6 @@ def check_settings(args: Any) -> None:
     settings = NodeSettings.of(args)
     check_supported(args, type(args), type(args).__name__)
     check_keys(getattr(args, "generation_kwargs", None), settings.engine_kwargs, is_node_mode(args))
-    if settings.engine_restart_copy and not settings.engine_restarts:
-        raise ConfigurationError(
-            "`engine_restart_copy` needs `engine_restarts` of 1 at least, got 0.",
-            setting="engine_restarts",
-            got=0,
-            expected=1,
-            cure="Leave `engine_restart_copy` out, or set `engine_restarts=1`.",
-        )
     _check_staleness(args, settings)
     _check_scoring(args, settings)
     _check_dynamic_sampling(args, settings)

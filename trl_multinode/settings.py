@@ -146,12 +146,6 @@ class Settings:
         "How often each engine is started again when its processes die or stall. The ranks then send it the current "
         "weights, and its rows are generated again. 0: the end of an engine ends the run. See docs/start/running.md.",
     )
-    engine_restart_copy: bool = setting(
-        False,
-        "Whether each local main process keeps a copy of the weights that it sent last, in host memory and in the "
-        "engines' dtype. An engine that was started again gets its weights from it, and other nodes send nothing. "
-        "The first sync logs its size.",
-    )
     sync_bucket_mb: Annotated[float, Number("MiB", above=0, most=65536)] = setting(
         512.0,
         "Largest bucket in which weights are gathered and sent; a larger tensor (an embedding, fused experts) is "

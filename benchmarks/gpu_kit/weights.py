@@ -9,7 +9,6 @@ from statistics import median
 import torch
 
 from multinode_kit.engines import SyncDriver, running_engines
-from trl_multinode.weights.buckets import slot_bytes
 from trl_multinode.weights.transport import Transport
 
 from . import rows as comparing
@@ -82,7 +81,7 @@ def timed_syncs(
         seen_as=[0],
         folder=folder,
         report=warnings.append,
-    ).open(trainer.engines, slot_bytes(sync.buckets), sync._layouts)
+    ).open(trainer.engines, sync._layouts)
     sync.close()
     sync._slots = opened
     require(opened.kind == kind and not warnings, f"{kind}: {warnings}")

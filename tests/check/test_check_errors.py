@@ -91,7 +91,6 @@ CHECKED: dict[str, list[Row]] = {
     ],
     "node_settings.py: _parsed": [Row("engine_kwargs", ["--engine_kwargs", "notjson"])],
     "node_settings.py: check_settings": [
-        Row("engine_restarts", ["--engine_restarts", "0", "--engine_restart_copy", "true"]),
         Row("save_minutes", ["--save_minutes", "5", "--vllm_mode", "server"]),
         Row("enable_jit_checkpoint", ["--enable_jit_checkpoint", "true"]),
         Row("vllm_mode", ["--vllm_mode", "nodes"]),

@@ -27,21 +27,18 @@ EVAL = {
     "eval_prompts": 4,
     "per_device_eval_batch_size": 4,
 }
-COPY = {"engine_restart_copy": True}
 LATE_S = 50.0  # longer than both limits of that job
 LATE = {"slow_restart": LATE_S, "heartbeat_timeout": 30.0, "stuck_timeout": 40.0}
 JOBS = [
     {"name": "plain", "deaths": [], **EVAL},
     {"name": "generate", "deaths": [{"moment": "generate@1"}, {"moment": "eval@2"}, {"moment": "sync@4"}], **EVAL,
      "engine_restarts": 3},
-    {"name": "copy", "deaths": [{"moment": "idle@1"}, {"moment": "eval@2"}], **EVAL, **COPY},
     {"name": "turns", "deaths": [], "turns": True},
     {"name": "a turn", "deaths": [{"moment": "generate@1", "call": 3}, {"moment": "idle@2"}], "turns": True},
     {"name": "late ahead", "deaths": [{"moment": "ahead@0"}], "max_staleness": 1, **LATE},
     {"name": "in_flight", "deaths": [{"moment": "idle@1"}, {"moment": "sync@3"}], **IN_FLIGHT},
-    {"name": "copy in_flight", "deaths": [{"moment": "idle@1"}, {"moment": "sync@3"}], **IN_FLIGHT, **COPY},
 ]  # fmt: skip
-SAME = [("generate", "plain"), ("copy", "plain"), ("a turn", "turns")]
+SAME = [("generate", "plain"), ("a turn", "turns")]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +72,7 @@ def test_rows_1_2_8_losses_rewards_and_rows_are_those_of_a_run_without_a_death(r
     assert re.search("node 1: engine 0 .*SIGKILL", results["log"])
 
 
-@pytest.mark.parametrize("name", ["late ahead", "in_flight", "copy in_flight"])
+@pytest.mark.parametrize("name", ["late ahead", "in_flight"])
 def test_row_2_rows_ahead_are_made_again_and_the_run_goes_on(results, name):
     ranks = results[name]
     assert ranks[2]["left"] == 0 and ranks[0]["restarts"][-1] == len(
@@ -131,10 +128,10 @@ def test_the_timeline_shows_generation_beside_training_only_with_rows_ahead(resu
     assert beside["plain"] < 0.1 < min(beside["late ahead"], beside["in_flight"]), beside
 
 
-def test_rows_1_8_with_a_copy_the_weights_come_from_the_node_itself(results):
+def test_rows_1_8_ahead_the_weights_come_from_the_slots_of_the_node_itself(results):
     jobs = results["log"].split("JOB DONE ")
-    for name in ("copy", "copy in_flight"):
+    for name in ("late ahead", "in_flight"):
         (job,) = [
             text for text, end in zip(jobs, jobs[1:], strict=False) if end.split("\n")[0] == name
         ]
-        assert "from the copy" in job and "`engine_restart_copy` holds" in job
+        assert "from the slots" in job and "from a slot for each bucket" in job

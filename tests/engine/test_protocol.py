@@ -71,10 +71,11 @@ REQUESTS = [
     Await(request_id=4, min_update=7),
     Score(request_id=5, prompt=pack_ids([4, 5])),
     OpenSlots(
-        request_id=6, **memory("host", HostMemory(("/dev/a", "b"))), slot_bytes=2**40, buckets=((SPEC,), (SPEC, SPEC)),
+        request_id=6, **memory("host", HostMemory("/proc/7/fd/9", (4096, 8192))), sizes=(2**40, 1),
+        buckets=((SPEC,), (SPEC, SPEC)), signals="/run/signals", engine=1,
     ),
-    OpenSlots(request_id=12, **memory("ipc", DeviceMemory(((b"\0h", 3, True),), 1)), slot_bytes=1, buckets=()),
-    OpenSlots(request_id=13, **memory("nccl", Broadcast("nccl", "/run/store", 5, 3, 30.0)), slot_bytes=1, buckets=()),
+    OpenSlots(request_id=12, **memory("ipc", DeviceMemory(((b"\0h", 3, True),), 1)), sizes=(1,), buckets=()),
+    OpenSlots(request_id=13, **memory("nccl", Broadcast("nccl", "/run/store", 5, 3, 30.0)), sizes=(1,), buckets=()),
     CheckSlot(request_id=14, slot=1, num_bytes=2**20, crc=2**32 - 1),
     UpdateWeights(
         request_id=7, version=VERSION, turn=5, first_bucket=3, in_flight=True, recompute_kv=True

@@ -21,8 +21,6 @@ from trl_multinode.engine.process import EngineProcess, wait_until_ready
 from trl_multinode.engine.run_folder import RunFolder
 from trl_multinode.engine.settings import save_without_weights
 from trl_multinode.tools import main
-from trl_multinode.transports.base import SlotSettings
-from trl_multinode.transports.host_memory import HostSlots
 from trl_multinode.wire import leftovers as module
 from trl_multinode.wire import supervisor
 from trl_multinode.wire.leftovers import leftovers, remove_leftovers
@@ -56,21 +54,13 @@ def segment(name: str) -> Path:
     return path
 
 
-def slots_in(places: Path) -> set[Path]:
-    """Return the shared memory of the one run: other workers have some of the same names."""
-    (folder,) = places.iterdir()
-    return {path for path in module.segments_of(folder) if path.name.startswith("trl_multinode_")}
-
-
 @contextmanager
-def owner(tmp_path, segments=(), engine: bool = False, slots: bool = False):
+def owner(tmp_path, segments=(), engine: bool = False):
     """A forked process with a run folder, and the process group of its engine if it has one."""
 
     def body(_: int) -> None:
         folder = RunFolder(1)
         (folder.path / "engine7.shm").write_text("\n".join(map(str, segments)))
-        if slots:
-            HostSlots(1 << 16, SlotSettings(folder=folder.path))
         if engine:
             save_without_weights(tiny_qwen2(300), tiny_tokenizer(), folder.path / "model")
             args = ENGINE_ARGS | {"model": str(folder.path / "model")}
@@ -107,8 +97,7 @@ def test_row_38_the_next_start_removes_what_a_killed_node_left(places, tmp_path)
     other = segment("other")
     said: list[str] = []
     try:
-        with owner(tmp_path, segments + [other], engine=True, slots=True) as rank:
-            slots = slots_in(places)
+        with owner(tmp_path, segments + [other], engine=True) as rank:
             assert lines() == [] and len(list(places.iterdir())) == 1  # its owner lives
             engine = int(rank.text.split("ENGINE ")[1].split()[0])
             os.kill(engine, signal.SIGSTOP)  # as if it had not noticed yet
@@ -116,18 +105,12 @@ def test_row_38_the_next_start_removes_what_a_killed_node_left(places, tmp_path)
             # it will remove them itself
             assert lines() == [] and all(path.exists() for path in segments)
             os.kill(engine, signal.SIGKILL)
-            assert (
-                slots
-                and all(path.exists() for path in (*segments, *slots))
-                and len(list(places.iterdir())) == 1
-            )
+            assert all(path.exists() for path in segments) and len(list(places.iterdir())) == 1
             until(lambda: said.extend(lines()) or said, "the end of the engine")
         assert [line.split(" MB")[0].rsplit(",", 1)[0] for line in said] == [
-            "removed what killed runs left here: 1 folder(s), 4 segment(s) of shared memory"
+            "removed what killed runs left here: 1 folder(s), 2 segment(s) of shared memory"
         ]
-        assert list(places.iterdir()) == [] and not any(
-            path.exists() for path in (*segments, *slots)
-        )
+        assert list(places.iterdir()) == [] and not any(path.exists() for path in segments)
         assert other.exists()  # a record cannot name what is not a run's
     finally:
         for path in (*segments, other):
@@ -147,13 +130,10 @@ def test_row_38_a_start_of_engines_begins_with_the_removal(places, tmp_path):
 
 
 @pytest.mark.real
-def test_row_38_an_engine_removes_the_slots_of_its_killed_owner(places, tmp_path):
-    with owner(tmp_path, engine=True, slots=True) as rank:
-        slots = slots_in(places)
-        assert slots and all(path.exists() for path in slots)
+def test_row_38_an_engine_removes_the_folder_of_its_killed_owner(places, tmp_path):
+    with owner(tmp_path, engine=True) as rank:
         kill(rank)
         until(lambda: not list(places.iterdir()), "the engine to remove the folder")
-    assert not any(path.exists() for path in slots)
 
 
 def test_row_38_clean_shows_removes_and_counts(places, tmp_path, capsys):

@@ -35,7 +35,6 @@ from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch.watchdog import Watchdog
-from trl_multinode.weights.host_copy import HostCopy
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.transport import Transport
@@ -59,6 +58,7 @@ class OneNode(Updates):
         num_engines: int = 1,
         staleness: int = 0,
         max_completion_length: int = 12,
+        staged: bool = False,
         **settings,
     ):
         settings = {
@@ -88,10 +88,11 @@ class OneNode(Updates):
         self.engines = self._fleet.connect(num_engines, 64)
         self.ahead_engines = self._fleet.connect(num_engines, 64) if staleness else None
         self._sync = WeightSync(
-            ModuleSource(self.model, torch.float32), self.engines, 40_000, Transport()
+            ModuleSource(self.model, torch.float32),
+            self.engines,
+            40_000,
+            Transport(staged=staged),
         )
-        if self.keeps_copy:
-            self._sync.copy = HostCopy(self.lines.append)
         self.clocks, self._renewed = EngineClocks(), []
         self.done = 0
         self.step = lambda: self.done
@@ -295,10 +296,10 @@ def test_row_3_an_engine_may_die_twice_and_the_third_time_ends_the_run_with_the_
 
 
 @pytest.mark.nightly  # two deaths in a run decide above
-@pytest.mark.parametrize("copy", [False, True])
-def test_row_3_twice_in_a_row(node, expected, copy):
+@pytest.mark.parametrize("staged", [False, True])
+def test_row_3_twice_in_a_row(node, expected, staged):
     """The second time as soon as the new process serves, before it has weights."""
-    one = node(engine_restart_copy=copy)
+    one = node(staged=staged)
     renew = one.engines.renew
 
     def renew_and_kill(indices):
@@ -326,15 +327,15 @@ def test_row_3_ranks_that_lost_different_processes_of_an_engine_ask_for_the_same
     assert lost_engines(words, 1) == [(0, 1), (2, 0)] and lost_engines(words, 2) == []
 
 
-@pytest.mark.parametrize("copy", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_row_2_the_other_engine_of_a_node_goes_on(node, expected, copy):
-    one = node(num_engines=2, engine_restart_copy=copy)
+@pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_row_2_the_other_engine_of_a_node_goes_on(node, expected, staged):
+    one = node(num_engines=2, staged=staged)
     made = one.story(at("generate", 0, lambda: one.kill_in_generation(1)))
     assert made == expected and one.num_restarts == 1
-    # without a copy it gets them with the next sync
+    # without such slots it gets them with the next sync
     assert (
         any("engine 1 got the weights of update 1 (step 0) again" in line for line in one.lines)
-        == copy
+        == staged
     )
     assert [client.lost for client in one.engines] == [None, None]
 
@@ -408,9 +409,9 @@ def test_row_2_a_generation_outside_of_a_round_ends_with_the_error(node):
         one.generation.generate(PROMPTS, None, 4)
 
 
-def test_rows_1_2_8_with_a_copy_no_rank_gathers_weights_again(node, expected):
+def test_rows_1_2_8_with_a_slot_for_each_bucket_no_rank_gathers_weights_again(node, expected):
     """The engine that was started again gets the same weights as the others had, from the memory of its node."""
-    one, gathered = node(engine_restart_copy=True, engine_restarts=4), []
+    one, gathered = node(staged=True, engine_restarts=4), []
     begin = one._sync._source.gathering
     one._sync._source.gathering = lambda bucket: [gathered.append(bucket), begin(bucket)][1]
     kills = [
@@ -422,20 +423,15 @@ def test_rows_1_2_8_with_a_copy_no_rank_gathers_weights_again(node, expected):
     assert one.story(lambda *moment: [kill(*moment) for kill in kills]) == expected
     assert gathered == one._sync.buckets * ROUNDS and one.num_restarts == 4
     text = "\n".join(one.lines)
-    assert text.count("from the copy") == 3
+    assert text.count("from the slots") == 3
     for update in (1, 2, 3):
         assert f"got the weights of update {update} (step {update - 1}) again" in text
-    size = sum(parameter.numel() for parameter in one.model.parameters()) * 4
-    assert size <= one._sync.copy.num_bytes < 1.1 * size
-    assert (
-        text.count(f"`engine_restart_copy` holds {one._sync.copy.num_bytes / 2**20:.1f} MiB") == 1
-    )
 
 
-@pytest.mark.parametrize("copy", [True, False])
-def test_row_2_weights_of_an_earlier_step_are_there_with_a_copy_only(node, copy):
+@pytest.mark.parametrize("staged", [True, False])
+def test_row_2_weights_of_an_earlier_step_are_there_with_a_slot_for_each_bucket_only(node, staged):
     """As with `vllm_sync_frequency`: the trainer has taken a step since the sync."""
-    one = node(engine_restart_copy=copy)
+    one = node(staged=staged)
     one.generation.sync_weights()
     (_, expected, *_), seeds = one.generation.generate(PROMPTS, None, 4), one.generation.seeds
     one.perturb(0)
@@ -443,7 +439,7 @@ def test_row_2_weights_of_an_earlier_step_are_there_with_a_copy_only(node, copy)
     one.kill()
     seeds.begin_round("train", 0)
     with one.generation.recovering():
-        if not copy:
+        if not staged:
             with pytest.raises(EngineDiedError, match="engine 0 of node 0"):
                 one.generation.generate(PROMPTS, None, 4)
             return

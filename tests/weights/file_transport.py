@@ -23,8 +23,8 @@ class OpenedFileSlots(OpenedSlots):
     memory_type = FolderOfSlots
 
     @classmethod
-    def open(cls, memory, slot_bytes, device, worker):
-        opened = cls([torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(2)], device)
+    def open(cls, memory, sizes, device, worker):
+        opened = cls([torch.empty(size, dtype=torch.uint8) for size in sizes], device)
         opened._files = (Path(memory.path, f"bucket{number}") for number in itertools.count())
         return opened
 
@@ -42,9 +42,9 @@ class FileSlots(Slots):
     kind = "file"
     opened_as = OpenedFileSlots
 
-    def __init__(self, num_bytes, settings):
-        super().__init__(num_bytes, settings)
-        self.memory = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
+    def __init__(self, sizes, settings):
+        super().__init__(sizes, settings)
+        self.memory = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         self._folder, self._numbers = settings.folder, itertools.count()
 
     def open_for(self, engine):

@@ -12,7 +12,7 @@ from trl_multinode.errors import WeightSyncError
 from trl_multinode.transports import host_memory, page_lock
 from trl_multinode.transports.base import SlotSettings
 from trl_multinode.transports.cuda_ipc import without_expandable_segments
-from trl_multinode.transports.host_memory import HostMemory, HostSlots, OpenedHostSlots
+from trl_multinode.transports.host_memory import HostSlots, OpenedHostSlots
 from trl_multinode.transports.page_lock import ALREADY_REGISTERED
 from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights.buckets import WeightMeta, slot_layout
@@ -56,8 +56,8 @@ def cudart(monkeypatch):
 
 def test_both_ends_register_their_mapping_and_unregister_it_on_close(cudart):
     runtime = cudart()
-    slots = HostSlots(256, SlotSettings(pin=True))
-    opened = OpenedHostSlots.open(HostMemory(tuple(slots.paths)), 256, CUDA, worker=0)
+    slots = HostSlots([256] * 2, SlotSettings(pin=True))
+    opened = OpenedHostSlots.open(slots.open_for(0), (), CUDA, worker=0)
     slots.opened()
     assert len(runtime.registered) == 4
     opened.close()
@@ -73,17 +73,16 @@ def test_slots_that_nobody_closed_are_unregistered_before_they_are_unmapped(cuda
     unregister = runtime.cudaHostUnregister
 
     def seen(pointer: int) -> int:
-        mapped.append(
-            any(
-                line.startswith(f"{pointer:x}-")
-                for line in Path("/proc/self/maps").read_text().splitlines()
-            )
-        )
+        ranges = [
+            [int(end, 16) for end in line.split()[0].split("-")]
+            for line in Path("/proc/self/maps").read_text().splitlines()
+        ]
+        mapped.append(any(first <= pointer < end for first, end in ranges))
         return unregister(pointer)
 
     monkeypatch.setattr(runtime, "cudaHostUnregister", seen)
-    slots = HostSlots(1 << 20, SlotSettings(pin=True))
-    OpenedHostSlots.open(HostMemory(tuple(slots.paths)), 1 << 20, CUDA, worker=0)
+    slots = HostSlots([1 << 20] * 2, SlotSettings(pin=True))
+    OpenedHostSlots.open(slots.open_for(0), (), CUDA, worker=0)
     slots.opened()
     del slots
     gc.collect()
@@ -112,7 +111,7 @@ class Stale(Cudart):
 
 def test_memory_that_was_unmapped_while_registered_is_unregistered(cudart):
     runtime = cudart(kind=Stale)
-    slots = HostSlots(256, SlotSettings(pin=True))
+    slots = HostSlots([256] * 2, SlotSettings(pin=True))
     assert slots.warning is None and len(runtime.registered) == 2
     slots.close()
     assert not runtime.registered
@@ -122,7 +121,7 @@ def test_slots_whose_copies_would_be_lost_are_an_error_and_not_only_slower(cudar
     monkeypatch.setattr(Stale, "at_start", False)
     runtime = cudart(kind=Stale)
     with pytest.raises(WeightSyncError, match="CUDA error 712"):
-        HostSlots(256, SlotSettings(pin=True))
+        HostSlots([256] * 2, SlotSettings(pin=True))
     assert not runtime.registered
 
 
@@ -131,7 +130,7 @@ def test_slots_that_cannot_be_page_locked_are_slower_and_the_user_is_told(cudart
     warnings: list[str] = []
     specs = slot_layout((WeightMeta("w", torch.float32, (2, 3)),))
     with serving(engine := Keeper(), folder=tmp_path) as engines:
-        slots = Transport("host", pin=True, report=warnings.append).open(engines, 1 << 20, [specs])
+        slots = Transport("host", pin=True, report=warnings.append).open(engines, [specs])
         (warning,) = warnings
         assert "CUDA error 2 for 1 MiB" in warning and "ulimit -l" in warning
         assert not runtime.registered, "half a lock has no use"
@@ -142,9 +141,9 @@ def test_slots_that_cannot_be_page_locked_are_slower_and_the_user_is_told(cudart
 
 def test_a_worker_that_cannot_page_lock_says_so_in_its_log(cudart, caplog):
     cudart(fails_at=1)
-    slots = HostSlots(256, SlotSettings())
+    slots = HostSlots([256] * 2, SlotSettings())
     with caplog.at_level(logging.WARNING):
-        OpenedHostSlots.open(HostMemory(tuple(slots.paths)), 256, CUDA, worker=0).close()
+        OpenedHostSlots.open(slots.open_for(0), (), CUDA, worker=0).close()
     slots.close()
     assert "not page-locked" in caplog.text and "CUDA error 2" in caplog.text
 
@@ -156,7 +155,7 @@ def test_no_file_is_left_when_page_locking_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", broken)
     monkeypatch.setattr(host_memory, "SHARED_MEMORY", tmp_path)
     with pytest.raises(RuntimeError, match="no CUDA driver"):
-        HostSlots(256, SlotSettings(pin=True))
+        HostSlots([256] * 2, SlotSettings(pin=True))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,6 +11,7 @@ from forks import forked
 
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.config import MultiNodeGRPOConfig
+from trl_multinode.engine.group import EngineGroup
 from trl_multinode.errors import WeightSyncError
 from trl_multinode.host import NodeHost
 from trl_multinode.transports import host_memory
@@ -47,9 +48,9 @@ def four_mib(tmp_path, monkeypatch):
 def test_two_runs_that_share_the_memory_do_not_share_its_last_bytes(tmp_path, four_mib):
     def body(rank: int) -> str:
         # both fitted when the free bytes were only compared
-        first = HostSlots(3 * MIB // 2, SlotSettings())
+        first = HostSlots([3 * MIB // 2] * 2, SlotSettings())
         try:
-            second = HostSlots(MIB, SlotSettings())
+            second = HostSlots([MIB] * 2, SlotSettings())
         except WeightSyncError as error:
             return str(error)
         for slot in (*first.memory, *second.memory):
@@ -58,24 +59,26 @@ def test_two_runs_that_share_the_memory_do_not_share_its_last_bytes(tmp_path, fo
 
     with forked(body, 1, tmp_path) as (rank,):
         assert rank.wait() == 0, "SIGBUS is -7"
-        assert re.search(r"1 MiB free of 4 MiB.* 1 MiB .* 2 MiB", rank.result), rank.result
+        assert re.search(r"1 MiB free of 4 MiB.* 2 slots of 1 MiB .* 2 MiB", rank.result), (
+            rank.result
+        )
 
 
 def test_memory_is_reserved_before_the_engines_start_and_nothing_is_left_if_they_do_not(four_mib):
     transport = Transport("host")
     transport.reserve(LAYOUTS)
     with pytest.raises(WeightSyncError, match=" 1 MiB free"):
-        HostSlots(MIB, SlotSettings())
+        HostSlots([MIB] * 2, SlotSettings())
     assert list(four_mib.iterdir()) == []  # no name, so nothing is left by a rank that is killed
     transport.close()
-    HostSlots(MIB, SlotSettings()).close()
+    HostSlots([MIB] * 2, SlotSettings()).close()
 
 
 def test_slots_take_the_reserved_memory(four_mib):
     transport = Transport("host")
     transport.reserve(LAYOUTS)
-    slots = transport._make("host", 3 * MIB // 2)
-    assert slots.num_bytes == 3 * MIB // 2 and free(four_mib) == MIB
+    slots = transport.open_on_host(EngineGroup(), LAYOUTS)
+    assert slots.sizes == (3 * MIB // 2,) * 2 and free(four_mib) == MIB
     transport.close()  # the reservation is gone already
     assert free(four_mib) == MIB
     slots.close()
@@ -83,19 +86,20 @@ def test_slots_take_the_reserved_memory(four_mib):
 
 @pytest.mark.fault("36")
 def test_a_tensor_that_fills_a_slot_is_named_with_the_cures(four_mib):
-    HostSlots(MIB, SlotSettings())
+    held = HostSlots([MIB] * 2, SlotSettings())
     with pytest.raises(WeightSyncError) as error:
         Transport("host").reserve(LAYOUTS)
     Transport("nccl").reserve(LAYOUTS)  # it needs none
+    held.close()
     text = str(error.value)
     assert re.search(
-        r"two slots of 1\.5 MiB .* 3 MiB.* embed .* 1\.5 MiB.*`sync_bucket_mb`.*--shm-size", text
+        r"2 slots of 1\.5 MiB .* 3 MiB.* embed .* 1\.5 MiB.*`sync_bucket_mb`.*--shm-size", text
     ), text
 
 
 @pytest.mark.fault("36")
 def test_a_run_finds_a_full_memory_before_it_starts_an_engine(four_mib, tmp_path):
-    held = HostSlots(3 * MIB // 2, SlotSettings())  # of another run
+    held = HostSlots([3 * MIB // 2] * 2, SlotSettings())  # of another run
     host = NodeHost(
         MultiNodeGRPOConfig(
             str(tmp_path / "run"), use_cpu=True, bf16=False, engine_kwargs={"dtype": "float32"}

@@ -27,11 +27,12 @@ from trl_multinode.wire.messages import UpdateWeights, WeightVersion
 @pytest.fixture
 def ends(tmp_path):
     """The sender's end, and that of the only worker of engine 3."""
-    sender = BucketSignals(tmp_path)
-    assert sender.path.stat().st_mode & 0o777 == 0o600
-    worker = FollowedSignals(str(sender.path), 3, 1)
+    sender = BucketSignals()
+    path = sender.listen(tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    worker = FollowedSignals(str(path), 3, 1)
     sender.opened()
-    assert not sender.path.exists()
+    assert not path.exists()
     yield sender, worker
     sender.close()
     worker.close()
@@ -113,8 +114,8 @@ def test_a_worker_whose_sender_does_not_read_goes_on(ends):
 
 
 def test_an_engine_with_a_worker_that_does_not_follow_gets_no_update(ends, tmp_path):
-    sender = BucketSignals(tmp_path)
-    one = FollowedSignals(str(sender.path), 0, 2)
+    sender = BucketSignals()
+    one = FollowedSignals(str(sender.listen(tmp_path)), 0, 2)
     sender.opened()
     for engine in (0, 1):
         with pytest.raises(WeightSyncError, match=f"of engine {engine} follow"):

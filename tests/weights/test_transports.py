@@ -33,9 +33,9 @@ BUCKET = (WeightMeta("w", torch.bfloat16, (2, 3)), WeightMeta("b", torch.float32
 def slots(request, tmp_path):
     """`nccl` on a machine without GPUs is the same code over gloo."""
     made = (
-        HostSlots(256, SlotSettings())
+        HostSlots([256] * 2, SlotSettings())
         if request.param == "host"
-        else BroadcastSlots(256, SlotSettings(folder=tmp_path, workers=[1], timeout_s=60.0))
+        else BroadcastSlots([256] * 2, SlotSettings(folder=tmp_path, workers=[1], timeout_s=60.0))
     )
     yield made
     made.close()
@@ -43,7 +43,7 @@ def slots(request, tmp_path):
 
 def test_a_slot_holds_every_tensor_in_its_own_dtype_and_the_receiver_has_copies(slots):
     weights, bias = torch.randn(2, 3), torch.randn(2)
-    opened = slots.opened_as.open(slots.open_for(0), 256, CPU, worker=0)
+    opened = slots.opened_as.open(slots.open_for(0), slots.sizes, CPU, worker=0)
     slots.opened()
     specs = slot_layout(BUCKET)
     for _ in range(2):  # the first broadcast also joins the group
@@ -127,7 +127,7 @@ def test_one_that_cannot_work_here_is_refused_with_the_way_out(wanted, machine, 
 
 
 def test_workers_of_several_engines_have_ranks_of_their_own(tmp_path):
-    slots = BroadcastSlots(64, SlotSettings(folder=tmp_path, workers=[2, 2], timeout_s=60.0))
+    slots = BroadcastSlots([64] * 2, SlotSettings(folder=tmp_path, workers=[2, 2], timeout_s=60.0))
     told = [slots.open_for(engine) for engine in range(2)]
     assert told == [Broadcast("gloo", str(slots._store), 5, first, 60.0) for first in (1, 3)]
 
@@ -135,11 +135,11 @@ def test_workers_of_several_engines_have_ranks_of_their_own(tmp_path):
 def test_the_group_of_a_broadcast_ends_with_its_slots(tmp_path):
     """Otherwise torch warns at exit that a process group was never destroyed. Its peers may have ended before."""
     slots, ended = (
-        BroadcastSlots(16, SlotSettings(folder=tmp_path, workers=[1], timeout_s=60.0)),
+        BroadcastSlots([16] * 2, SlotSettings(folder=tmp_path, workers=[1], timeout_s=60.0)),
         [],
     )
     slots._group = SimpleNamespace(abort=lambda: ended.append("sender") or 1 / 0)
-    opened = OpenedBroadcastSlots.open(slots.open_for(0), 16, CPU, 0)
+    opened = OpenedBroadcastSlots.open(slots.open_for(0), slots.sizes, CPU, 0)
     opened._group = SimpleNamespace(abort=lambda: ended.append("worker"))
     for _ in range(2):
         slots.close()
@@ -213,10 +213,12 @@ def test_a_failed_self_test_falls_back_to_host_memory_with_a_warning(
     warnings: list[str] = []
 
     class Failing(Transport):
-        def _make(self, kind, num_bytes):
+        def _make(self, kind, layouts):
             if kind != "nccl":
-                return super()._make(kind, num_bytes)
-            return broken(num_bytes, SlotSettings(folder=tmp_path, workers=[1], timeout_s=limit_s))
+                return super()._make(kind, layouts)
+            return broken(
+                [1 << 20] * 2, SlotSettings(folder=tmp_path, workers=[1], timeout_s=limit_s)
+            )
 
     with running_engines(model, tmp_path, FAKE) as engines:
         trainer = SyncDriver(model, engines, transport=Failing("nccl", report=warnings.append))

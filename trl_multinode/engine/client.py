@@ -218,10 +218,21 @@ class EngineClient:
         return self.scored(self.post_score(tokens, temperature))
 
     def post_score(
-        self, tokens: Sequence[int], temperature: float = 1.0, images: tuple[Image, ...] = ()
+        self,
+        tokens: Sequence[int],
+        temperature: float = 1.0,
+        images: tuple[Image, ...] = (),
+        min_update: int = 0,
     ) -> int:
         """Request a score without waiting for it, and return the request's id."""
-        return self.post(Score(prompt=pack_ids(tokens), temperature=temperature, images=images))
+        return self.post(
+            Score(
+                prompt=pack_ids(tokens),
+                temperature=temperature,
+                images=images,
+                min_update=min_update,
+            )
+        )
 
     def scored(self, request_id: int) -> Rollout:
         """Wait for the score that `post_score` requested, and return it."""

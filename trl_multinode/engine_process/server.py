@@ -249,7 +249,7 @@ class EngineServer:
         scores = isinstance(request, Score)
         task = asyncio.current_task()
         assert task is not None
-        await self._weights.acquire(0 if isinstance(request, Score) else request.min_update, scores)
+        await self._weights.acquire(request.min_update, scores)
         try:
             self._generating.add(task)
             first = growing.first = self._weights.version

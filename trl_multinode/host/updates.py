@@ -23,10 +23,10 @@ from ..weights.building import (
     checked_with_engines,
     plan_sync,
     reserve_slots,
+    stages,
 )
 from ..weights.finite import check_finite, unchecked
 from ..weights.gathering import ShardGather
-from ..weights.host_copy import HostCopy
 from ..weights.probe import divergence_limit, probe_engines
 from ..weights.source import keep_head_during_backward
 from ..weights.sync import WeightSync
@@ -119,8 +119,10 @@ class Updates:
         bucket_bytes = int(settings.sync_bucket_mb * 2**20)
         transport = self._transport(engine_settings.see_sender)
         gather = ShardGather(rank.topology.ranks_per_node, rank.args.device)
+        transport.staged = stages(plan, transport, bool(settings.max_staleness))
+        reason = None
         if rank.topology.is_local_main:
-            reserve_slots(plan, base, self.dtype, gather, bucket_bytes, transport)
+            reason = reserve_slots(plan, base, self.dtype, gather, bucket_bytes, transport)
             self._fleet.start(engine_settings, len(per_engine), base, processing_class)
             transport.folder = self._fleet.folder
         self.engines = self._fleet.connect(len(per_engine), engine_settings.window)
@@ -134,9 +136,23 @@ class Updates:
             plan, base, self.dtype, gather, self.engines, bucket_bytes, transport, rank.topology
         )
         self._sync.in_flight, self._sync.recompute_kv = settings.in_flight, settings.recompute_kv
-        if self.keeps_copy and rank.topology.is_local_main:
-            self._sync.copy = HostCopy(rank.report)
+        self._agree_on_slots(transport, gather, reason)
         return self.engines
+
+    def _agree_on_slots(
+        self, transport: Transport, gather: ShardGather, reason: str | None
+    ) -> None:
+        """Give every bucket a slot of its own on all nodes or on none: without, a restart needs the other nodes."""
+        wanted = transport.staged
+        transport.staged = bool(gather.extremes(wanted)[0])
+        if reason is not None:
+            self._rank.report(f"training waits until the engines have loaded its weights: {reason}")
+        elif wanted and not transport.staged:
+            transport.close()
+        elif wanted and self._rank.topology.rank == 0:
+            self._rank.report(
+                "engines load the weights beside training, from a slot for each bucket"
+            )
 
     def _transport(self, sees_sender: bool) -> Transport:
         rank = self._rank
@@ -245,8 +261,8 @@ class Updates:
 
     @property
     def keeps_copy(self) -> bool:
-        """Return whether nodes keep a copy of the weights, so that `restore` is no collective. Equal on every rank."""
-        return self._rank.settings.engine_restart_copy
+        """Return whether the slots keep all weights, so that `restore` is no collective. Equal on every rank."""
+        return self._sync is not None and self._sync.staged
 
     def restore(self, version: WeightVersion) -> None:
         """Send the weights of `version` to the engines that were started again. All ranks call it.
@@ -261,8 +277,8 @@ class Updates:
         if not self.keeps_copy:
             timings = self._sync.send_again(version, group)
         elif group:
-            timings = self._sync.send_copy(version, group)
-            source = ", from the copy"
+            timings = self._sync.load_again(version, group)
+            source = ", from the slots"
         if group and timings.num_buckets:
             names = ", ".join(f"engine {engine.index}" for engine in group)
             self._rank.report(
@@ -300,9 +316,14 @@ class Updates:
             if self._rank.topology.rank == 0 and (line := unchecked(self.model)):
                 self._rank.report(line)
         timings = self._sync.run(version)
+        committed = version.update
+        if version.update == 1:
+            timings.add(self._sync.settle())
+        elif self._sync.staged:
+            committed = 0  # the engines load it beside training
         # the wait for the replies counts as sync
         self.clocks.read(
-            answers(self.engines.post_all(Await(min_update=version.update))), len(self.engines)
+            answers(self.engines.post_all(Await(min_update=committed))), len(self.engines)
         )
         if version.update == 1:
             engines = (

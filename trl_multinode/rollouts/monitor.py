@@ -197,7 +197,10 @@ class DivergenceMonitor:
             with client.loss_accepted():  # a check whose engine ends is left out
                 images = made.images[row] if made.images is not None else None
                 request_id = client.post_score(
-                    tokens, self._temperature, tuple(map(raw_image, images or ()))
+                    tokens,
+                    self._temperature,
+                    tuple(map(raw_image, images or ())),
+                    self._generation.version.update,
                 )
                 self._requested = row, len(tokens) - len(prompt), client, request_id
 

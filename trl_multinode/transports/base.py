@@ -13,13 +13,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
-from typing import IO, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 import torch
 
 from ..errors import WeightSyncError
-from ..wire.messages import NUM_SLOTS, TensorSpec
+from ..wire.messages import TensorSpec
 from .pieces import GrowingTensor, Pieces, view_of
 from .signals import BucketSignals, FollowedSignals
 
@@ -82,7 +82,7 @@ class OpenedSlots:
 
     Args:
         slots (`list[torch.Tensor]`):
-            Memory of each slot, uint8 `(slot_bytes,)`.
+            Memory of each slot, uint8 `(size,)`.
         device (`torch.device`):
             Device of the worker.
 
@@ -107,14 +107,14 @@ class OpenedSlots:
         self._stream: torch.cuda.Stream | None = None
 
     @classmethod
-    def open(cls, memory: Any, slot_bytes: int, device: torch.device, worker: int) -> Self:
+    def open(cls, memory: Any, sizes: Sequence[int], device: torch.device, worker: int) -> Self:
         """Open the slots that `memory` describes.
 
         Args:
             memory (`memory_type`):
                 Description of the slots' memory, from the sender.
-            slot_bytes (`int`):
-                Size of a slot, in bytes.
+            sizes (`Sequence[int]`):
+                Size of each slot, in bytes.
             device (`torch.device`):
                 Device of the worker.
             worker (`int`):
@@ -238,8 +238,7 @@ class Slots(ABC):
     ```
     """
 
-    memory: list[torch.Tensor]  # of each slot, uint8 `(num_bytes,)`
-    signals: BucketSignals
+    memory: list[torch.Tensor]  # of each slot, uint8 `(size,)`
     kind: ClassVar[str]  # name in `weight_transport`
     opened_as: ClassVar[type[OpenedSlots]]  # the workers' end
     needs_all_engines: ClassVar[bool] = (
@@ -251,19 +250,10 @@ class Slots(ABC):
     warning: str | None = None  # reason why the slots are slower than they could be, with the cure
 
     @abstractmethod
-    def __init__(self, num_bytes: int, settings: SlotSettings):
-        """Create slots of `num_bytes` bytes each, as `memory`."""
-        self.signals = BucketSignals(settings.folder)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of a slot, in bytes."""
-        return self.memory[0].numel()
-
-    @staticmethod
-    def reserve(num_bytes: int, settings: SlotSettings) -> IO[bytes] | None:
-        """Set memory aside for slots of `num_bytes` bytes each, if other processes may take it, until it is closed."""
-        return None
+    def __init__(self, sizes: Sequence[int], settings: SlotSettings):
+        """Create slots of so many bytes each, as `memory`."""
+        self.sizes = tuple(sizes)
+        self.signals = BucketSignals()
 
     @staticmethod
     def refusal(machine: Machine) -> str | None:
@@ -299,9 +289,9 @@ class Slots(ABC):
         self.signals.close()
 
 
-def new_slots(num_bytes: int, device: torch.device) -> list[torch.Tensor]:
+def new_slots(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
     """Return the memory of all slots, uninitialized, on a device."""
-    return [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
+    return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
 
 def wrong_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> str:

@@ -4,6 +4,7 @@ The sender and the workers of its node are a process group of their own, separat
 """
 
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Self
@@ -44,8 +45,10 @@ class OpenedBroadcastSlots(OpenedSlots):
         self._group: Any = None
 
     @classmethod
-    def open(cls, memory: Broadcast, slot_bytes: int, device: torch.device, worker: int) -> Self:
-        return cls(new_slots(slot_bytes, device), device, memory, worker)
+    def open(
+        cls, memory: Broadcast, sizes: Sequence[int], device: torch.device, worker: int
+    ) -> Self:
+        return cls(new_slots(sizes, device), device, memory, worker)
 
     def arrive(self, data: torch.Tensor) -> None:
         # join at the first bucket: opening the slots must not wait for the sender
@@ -75,9 +78,9 @@ class BroadcastSlots(Slots):
     opened_as = OpenedBroadcastSlots
     needs_all_engines = True
 
-    def __init__(self, num_bytes: int, settings: SlotSettings):
-        super().__init__(num_bytes, settings)
-        self.memory = new_slots(num_bytes, settings.device)
+    def __init__(self, sizes: Sequence[int], settings: SlotSettings):
+        super().__init__(sizes, settings)
+        self.memory = new_slots(sizes, settings.device)
         self._backend = "nccl" if settings.device.type == "cuda" else "gloo"
         # Another name for every group: the file of a group stays if one of its processes was killed
         self._store = settings.folder / f"weights-{secrets.token_hex(4)}.store"

@@ -1,7 +1,7 @@
 """Transport through CUDA IPC: the workers read the slots in the memory of the local main process's GPU."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -25,14 +25,16 @@ class OpenedDeviceSlots(OpenedSlots):
     memory_type = DeviceMemory
 
     @classmethod
-    def open(cls, memory: DeviceMemory, slot_bytes: int, device: torch.device, worker: int) -> Self:
+    def open(
+        cls, memory: DeviceMemory, sizes: Sequence[int], device: torch.device, worker: int
+    ) -> Self:
         storages = [
             torch.UntypedStorage._new_shared_cuda(memory.device, *handle)
             for handle in memory.handles
         ]
         slots = [
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:slot_bytes]
-            for storage in storages
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:size]
+            for storage, size in zip(storages, sizes, strict=True)
         ]
         return cls(slots, device)
 
@@ -48,10 +50,10 @@ class DeviceSlots(Slots):
     opened_as = OpenedDeviceSlots
     engines_see_sender = True
 
-    def __init__(self, num_bytes: int, settings: SlotSettings):
-        super().__init__(num_bytes, settings)
+    def __init__(self, sizes: Sequence[int], settings: SlotSettings):
+        super().__init__(sizes, settings)
         with without_expandable_segments():
-            self.memory = new_slots(num_bytes, settings.device)
+            self.memory = new_slots(sizes, settings.device)
         self._seen_as = settings.seen_as
 
     @staticmethod

@@ -5,31 +5,33 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 import msgspec
 import torch
 
 from ..errors import WeightSyncError
-from ..wire.messages import NUM_SLOTS, TensorSpec
+from ..wire.messages import TensorSpec
 from .base import OpenedSlots, Slots, SlotSettings
 from .page_lock import PageLock
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+PAGE = 4096  # bytes; a slot begins at a multiple of it
 
 
 @contextmanager
-def explained(slot_bytes: int, largest: TensorSpec | None) -> Iterator[None]:
+def explained(sizes: Sequence[int], largest: TensorSpec | None) -> Iterator[None]:
     """Raise the error of a full shared memory with what was needed and the cure.
 
     Args:
-        slot_bytes (`int`):
-            Size of one slot, in bytes.
+        sizes (`Sequence[int]`):
+            Size of each slot, in bytes.
         largest (`TensorSpec`, *optional*):
             Largest tensor of the model.
     """
@@ -40,9 +42,9 @@ def explained(slot_bytes: int, largest: TensorSpec | None) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EFBIG):
             raise
         raise WeightSyncError(
-            f"{SHARED_MEMORY} has {_mib(usage.free)} free of {_mib(usage.total)}, two slots of {_mib(slot_bytes)} for "
-            f"the weight sync need {_mib(NUM_SLOTS * slot_bytes)}, and vLLM's own segments come on top. "
-            f"{_cure(slot_bytes, largest)}"
+            f"{SHARED_MEMORY} has {_mib(usage.free)} free of {_mib(usage.total)}, {len(sizes)} slots of "
+            f"{_mib(max(sizes))} for the weight sync need {_mib(sum(sizes))}, and vLLM's own segments come on top. "
+            f"{_cure(max(sizes), largest)}"
         ) from error
 
 
@@ -59,9 +61,16 @@ def _mib(num_bytes: int) -> str:
 
 
 class HostMemory(msgspec.Struct, frozen=True):
-    """Slots in shared-memory files, which the sender unlinks once the workers have mapped them."""
+    """Slots in a file of shared memory without a name, which the workers map through the sender's descriptor."""
 
-    paths: tuple[str, ...]  # one per slot
+    path: str
+    ends: tuple[int, ...]  # first byte after each slot
+
+
+def slots_in(path: str, ends: Sequence[int]) -> list[torch.Tensor]:
+    """Map a file, and return its slots."""
+    whole = torch.from_file(path, shared=True, size=ends[-1], dtype=torch.uint8)
+    return [whole[first:end] for first, end in pairwise((0, *ends))]
 
 
 class OpenedHostSlots(OpenedSlots):
@@ -79,12 +88,10 @@ class OpenedHostSlots(OpenedSlots):
             )
 
     @classmethod
-    def open(cls, memory: HostMemory, slot_bytes: int, device: torch.device, worker: int) -> Self:
-        slots = [
-            torch.from_file(path, shared=True, size=slot_bytes, dtype=torch.uint8)
-            for path in memory.paths
-        ]
-        return cls(slots, device)
+    def open(
+        cls, memory: HostMemory, sizes: Sequence[int], device: torch.device, worker: int
+    ) -> Self:
+        return cls(slots_in(memory.path, memory.ends), device)
 
     def close(self) -> None:
         """Unregister and drop the slots. Tensors that `take` returned stay valid."""
@@ -96,8 +103,7 @@ class OpenedHostSlots(OpenedSlots):
 class HostSlots(Slots):
     """Slots in host shared memory, on any machine. With a GPU they are page-locked, so that copies run at bus speed.
 
-    The files have mode 0600 and are unlinked as soon as the workers have mapped them.
-    A file of the run's folder lists them until then, so that they can be removed if the process is killed.
+    The file has no name, so nothing is left if the process is killed; only this user can open its descriptor.
 
     Raises:
         `WeightSyncError`: if the node has too little shared memory; the message names the cure.
@@ -106,36 +112,21 @@ class HostSlots(Slots):
     kind = "host"
     opened_as = OpenedHostSlots
 
-    def __init__(self, num_bytes: int, settings: SlotSettings):
-        super().__init__(num_bytes, settings)
-        self.paths: list[str] = []
-        self._folder = settings.folder
+    def __init__(self, sizes: Sequence[int], settings: SlotSettings):
+        super().__init__(sizes, settings)
         self.page_lock: PageLock | None = None
+        self._ends = tuple(accumulate(-(-size // PAGE) * PAGE for size in sizes))
+        self._file = tempfile.TemporaryFile(dir=SHARED_MEMORY, buffering=0)
         try:
-            with explained(num_bytes, settings.largest):
-                for _ in range(NUM_SLOTS):
-                    self._create(num_bytes)
-            self.memory = [
-                torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-                for path in self.paths
-            ]
+            with explained(sizes, settings.largest):
+                # after `ftruncate`, a write to a full memory would be a SIGBUS
+                os.posix_fallocate(self._file.fileno(), 0, self._ends[-1])
+            self.memory = slots_in(f"/proc/self/fd/{self._file.fileno()}", self._ends)
             if settings.pin:
                 self._lock_pages()
         except BaseException:
             self.close()
             raise
-
-    @staticmethod
-    def reserve(num_bytes: int, settings: SlotSettings) -> IO[bytes]:
-        """Set shared memory aside, in a file without a name, so that nothing is left if the process is killed."""
-        file = tempfile.TemporaryFile(prefix="trl_multinode_", dir=SHARED_MEMORY, buffering=0)
-        try:
-            with explained(num_bytes, settings.largest):
-                os.posix_fallocate(file.fileno(), 0, NUM_SLOTS * num_bytes)
-        except BaseException:
-            file.close()
-            raise
-        return file
 
     def _lock_pages(self) -> None:
         self.page_lock = PageLock(self.memory)
@@ -145,27 +136,12 @@ class HostSlots(Slots):
                 "Raise the limit (`ulimit -l unlimited`; docker: --ulimit memlock=-1), or lower `sync_bucket_mb`."
             )
 
-    def _create(self, num_bytes: int) -> None:
-        handle, path = tempfile.mkstemp(prefix="trl_multinode_", dir=SHARED_MEMORY)
-        self.paths.append(path)
-        if self._folder != Path():
-            (self._folder / "slots.shm").write_text("\n".join(self.paths))
-        try:
-            # after `ftruncate`, a write to a full memory would be a SIGBUS
-            os.posix_fallocate(handle, 0, num_bytes)
-        finally:
-            os.close(handle)
-
     def open_for(self, engine: int) -> HostMemory:
-        return HostMemory(tuple(self.paths))
-
-    def opened(self) -> None:
-        super().opened()
-        for path in self.paths:
-            Path(path).unlink(missing_ok=True)
+        return HostMemory(f"/proc/{os.getpid()}/fd/{self._file.fileno()}", self._ends)
 
     def close(self) -> None:
-        self.opened()
         super().close()
         if self.page_lock is not None:
             self.page_lock.release()
+        self.memory = []
+        self._file.close()

@@ -30,6 +30,6 @@ def open_slots(
     """
     opened_as = TRANSPORTS[request.transport].opened_as
     memory = msgspec.msgpack.decode(request.memory, type=opened_as.memory_type)
-    opened = opened_as.open(memory, request.slot_bytes, device, worker)
+    opened = opened_as.open(memory, request.sizes, device, worker)
     opened.connect(FollowedSignals(request.signals, request.engine, num_workers), request.buckets)
     return opened

@@ -56,40 +56,47 @@ class BucketSignals:
     """The sender's end of the signals to all workers of a node.
 
     ```python
-    signals = BucketSignals(folder)      # workers connect to `signals.path`
-    signals.opened()                     # all have connected
+    path = signals.listen(folder)        # workers connect to it
+    signals.opened()                     # all have connected; both again for an engine that was started again
     signals.begin()
     signals.send(k)                      # the buckets up to k are in their slots
     signals.taken(engine) >= k           # all workers of the engine have taken k; `read` reads what they say
     ```
-
-    Args:
-        folder (`Path`):
-            Private folder of the run.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self) -> None:
         self.turn = 0
         self._workers: dict[int, list[WorkerStream]] = {}  # by engine
+        self._listener: socket.socket | None = None
+
+    def listen(self, folder: Path) -> Path:
+        """Listen in the private folder of the run, and return the path of the socket."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         where = folder if folder != Path() else Path(tempfile.gettempdir())
-        self.path = where / f"signals-{secrets.token_hex(6)}.sock"
-        self._listener.bind(str(self.path))
+        path = where / f"signals-{secrets.token_hex(6)}.sock"
+        self._listener.bind(str(path))
         # before `listen`, so that nobody else connects
-        self.path.chmod(0o600)
+        path.chmod(0o600)
         self._listener.listen(128)
         self._listener.setblocking(False)
+        return path
 
     def opened(self) -> None:
-        """Accept the workers, which have connected, and remove the socket's file. A second call does nothing."""
-        with suppress(OSError):  # no more workers, or closed already
+        """Accept the workers, which have connected, and remove the socket's file."""
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        new: dict[int, list[WorkerStream]] = {}
+        with suppress(OSError):  # no more workers
             while True:
-                stream, _ = self._listener.accept()
+                stream, _ = listener.accept()
                 engine, count = GREETING.unpack(stream.recv(GREETING.size, socket.MSG_WAITALL))
                 stream.setblocking(False)
-                self._workers.setdefault(engine, []).append(WorkerStream(stream, count))
-        self._listener.close()
-        self.path.unlink(missing_ok=True)
+                new.setdefault(engine, []).append(WorkerStream(stream, count))
+        Path(listener.getsockname()).unlink(missing_ok=True)
+        listener.close()
+        self._close(*(self._workers.pop(engine, []) for engine in new))
+        self._workers |= new
 
     def begin(self) -> int:
         """Begin an update on these slots, and return its number. What is left of an earlier one is ignored."""
@@ -128,7 +135,11 @@ class BucketSignals:
     def close(self) -> None:
         """Close all streams, which ends the waits of workers."""
         self.opened()
-        for worker in (one for workers in self._workers.values() for one in workers):
+        self._close(*self._workers.values())
+
+    @staticmethod
+    def _close(*engines: list[WorkerStream]) -> None:
+        for worker in (one for workers in engines for one in workers):
             worker.stream.close()
 
 
@@ -175,7 +186,8 @@ class FollowedSignals:
                 turn, filled = self._read(bucket)
                 if turn == self._turn and filled == NONE_LEFT:
                     raise UpdateEndedError(f"The sender gave the update up before bucket {bucket}.")
-                self._filled = filled if turn == self._turn else -1
+                if turn == self._turn:
+                    self._filled = filled
 
     def _read(self, bucket: int) -> tuple[int, int]:
         data = b""

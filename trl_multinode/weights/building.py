@@ -1,12 +1,15 @@
 """Choice of the weights that a sync sends, with the reason, and construction of the sync."""
 
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 
 from ..engine.node_engines import NodeEngines
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, WeightSyncError
 from ..run.topology import Topology
 from .buckets import slot_layout
 from .gathering import ShardGather
@@ -15,6 +18,8 @@ from .source import ModuleSource
 from .sync import WeightSync
 from .transport import Transport
 from .tying import check_tied_head
+
+STAGED_SHARE = 0.5  # largest share of the memory that is left for slots of all buckets
 
 
 @dataclass(frozen=True)
@@ -92,14 +97,57 @@ def reserve_slots(
     gather: ShardGather,
     bucket_bytes: int,
     transport: Transport,
-) -> None:
+) -> str | None:
     """Reserve the memory of the slots before the engines are ready. Local main process only, and no collective.
+
+    If `transport.staged`, every bucket gets a slot of its own; if the node has no memory for that, two slots are
+    reserved and `transport.staged` is `False` from then on.
+
+    Returns:
+        `str`, *optional*: reason why not every bucket has a slot of its own.
 
     Raises:
         `WeightSyncError`: if the node has too little shared memory; the message names the largest tensor and the cure.
     """
-    buckets = plan.source(base, dtype, gather).buckets(bucket_bytes)
-    transport.reserve([slot_layout(bucket) for bucket in buckets])
+    layouts = [
+        slot_layout(bucket) for bucket in plan.source(base, dtype, gather).buckets(bucket_bytes)
+    ]
+    reason = None
+    if transport.staged:
+        needed, left = sum(layout[-1].end for layout in layouts), memory_left()
+        try:
+            if needed > STAGED_SHARE * left:
+                raise WeightSyncError(
+                    f"a slot for each bucket takes {needed >> 20} MiB, more than half of the {left >> 20} MiB of "
+                    "memory that are left"
+                )
+            transport.reserve(layouts)
+        except WeightSyncError as error:
+            transport.staged, reason = False, str(error)
+    if not transport.staged:
+        transport.reserve(layouts)
+    return reason
+
+
+def stages(plan: SyncPlan, transport: Transport, ahead: bool) -> bool:
+    """Return whether every bucket should have a slot of its own: training then does not wait for the engines' loads.
+
+    Only a run that generates ahead trains meanwhile. A sync of an adapter alone is short, and needs no copy of the
+    base.
+    """
+    return ahead and transport.kind == "host" and not plan.serves_adapter
+
+
+def memory_left(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes of memory that this container may still take."""
+    left = psutil.virtual_memory().available
+    with suppress(OSError, ValueError, StopIteration):  # no limit, or no cgroup of version 2
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        lines = (cgroup / "memory.stat").read_text().splitlines()
+        cached = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+        left = min(left, limit - used + cached)
+    return left
 
 
 def checked_with_engines(

@@ -13,8 +13,7 @@ from ..engine.group import EngineGroup, Posted, answers
 from ..errors import MultiNodeError, WeightSyncError
 from ..transports.base import Slots
 from ..transports.pieces import Pieces
-from ..wire.messages import Done, EngineTimes, UpdateWeights
-from .host_copy import HostCopy
+from ..wire.messages import Done, EngineTimes, UpdateWeights, WeightVersion
 from .timings import SyncTimings
 
 LOOK_S = 1.0  # between two looks whether an engine has stalled
@@ -32,13 +31,12 @@ class BucketSender:
         timings ([`SyncTimings`]):
             Gets the seconds of the copies.
         update ([`UpdateWeights`]):
-            Request to the engines.
-        copy ([`HostCopy`], *optional*):
-            Keeps every bucket.
+            Request to the engines. If every bucket has a slot of its own, they get it after the last one is in its
+            slot, so that they generate until then and need no signals in between.
 
     Attributes:
         done (`list`):
-            Each engine and its reply, once the context has ended.
+            Each engine and its reply, after `wait_for_commit`.
     """
 
     def __init__(
@@ -48,35 +46,35 @@ class BucketSender:
         layouts: list,
         timings: SyncTimings,
         update: UpdateWeights,
-        copy: HostCopy | None = None,
     ):
         self.done: list[tuple[EngineClient, Done]] = []
         self._engines = engines
         self._slots = slots
         self._layouts = layouts
-        self._timings = timings
         self._update = update
-        self._copy = copy
+        self._waits = len(slots.memory) < len(layouts)
+        self.timings = timings
         self._posted: Posted = []
         self._failure: MultiNodeError | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight sync")
         self._stream: torch.cuda.Stream | None = None
 
+    @property
+    def version(self) -> WeightVersion:
+        return self._update.version
+
     def __enter__(self) -> "BucketSender":
-        self._posted = self._engines.post_all(self._update)
+        if self._waits:
+            self._posted = self._engines.post_all(self._update)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Wait until the engines have committed, unless the sync has failed already."""
-        committed = False
-        try:
-            if kind is None:
-                self._thread.submit(self._wait_for_commit).result()
-                committed = True
-        finally:
-            if not committed:
-                self._slots.signals.end()
-            self._thread.shutdown()
+        self._thread.shutdown()
+        if kind is not None:
+            self._slots.signals.end()
+        elif not self._waits:
+            self._slots.signals.send(len(self._layouts) - 1)
+            self._posted = self._engines.post_all(self._update)
 
     def send(self, index: int, pieces: Sequence[Pieces]) -> "Future[None]":
         """Send bucket `index` to the engines. The future is done once the bucket is copied and may be released."""
@@ -95,14 +93,17 @@ class BucketSender:
         ready: torch.cuda.Event | None,
     ) -> None:
         slot = index % len(self._slots.memory)
-        with self._fails_for_good():
-            self._wait_until_taken(index - len(self._slots.memory))
+        if self._waits:
+            with self._fails_for_good():
+                self._wait_until_taken(index - len(self._slots.memory))
         if on_gpu is None:
             self._write(index, slot, pieces)
         else:
             with torch.cuda.stream(self._stream_on(on_gpu)):
                 torch.cuda.current_stream(on_gpu).wait_event(ready)
                 self._write(index, slot, pieces)
+        if not self._waits:
+            return
         self._slots.signals.send(index)
         try:
             self._slots.transmit(slot, self._layouts[index][-1].end)
@@ -123,10 +124,8 @@ class BucketSender:
             raise
 
     def _write(self, index: int, slot: int, pieces: Sequence[Pieces]) -> None:
-        with self._timings.stage("copy_s", pieces[0].data.device):
+        with self.timings.stage("copy_s", pieces[0].data.device):
             self._slots.write(slot, self._layouts[index], pieces)
-            if self._copy is not None:
-                self._copy.keep(index, self._slots.memory[slot][: self._layouts[index][-1].end])
 
     def _stream_on(self, device: torch.device) -> "torch.cuda.Stream":
         """Return this thread's own stream, on the rank's device: a new thread starts with GPU 0 as its device."""
@@ -176,12 +175,23 @@ class BucketSender:
         client.checked(reply)
         raise WeightSyncError(f"{client.name} ended an update before it had taken every bucket.")
 
-    def _wait_for_commit(self) -> None:
-        self._wait_until_taken(len(self._layouts) - 1)
-        for client, done in answers(self._posted):
-            assert isinstance(done, Done)
-            client.check_version(done.version, self._update.version)
-            self.done.append((client, done))
+    def wait_for_commit(self) -> None:
+        """Wait until the engines have committed the update; from now on others may use their connections.
+
+        Raises:
+            `WeightVersionError`: if an engine's workers committed another version.
+            `EngineError`: if an engine failed.
+        """
+        try:
+            if self._waits:
+                self._wait_until_taken(len(self._layouts) - 1)
+            for client, done in answers(self._posted):
+                assert isinstance(done, Done)
+                client.check_version(done.version, self.version)
+                self.done.append((client, done))
+        except BaseException:
+            self._slots.signals.end()
+            raise
 
 
 def spent(times: EngineTimes, before: EngineTimes) -> dict[str, float]:

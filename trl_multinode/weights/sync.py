@@ -3,15 +3,14 @@
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from ..engine.group import EngineGroup
-from ..errors import WeightSyncError
+from ..errors import MultiNodeError, WeightSyncError
 from ..transports.base import Slots
 from ..wire.messages import EngineTimes, UpdateWeights, WeightVersion
-from .buckets import Bucket, slot_bytes, slot_layout
-from .host_copy import HostCopy
+from .buckets import Bucket, slot_layout
 from .sender import BucketSender, spent
 from .source import Finish, WeightSource
 from .timings import SyncTimings
@@ -41,7 +40,7 @@ class WeightSync:
         limit_bytes (`int`):
             Largest size of a bucket, in bytes. Only a larger tensor that is not divisible exceeds it. A local main
             process holds at most three buckets, unless DeepSpeed or FSDP2 gathers a larger tensor itself; a node holds
-            two slots.
+            two slots, or one for each bucket.
         transport (`Transport`, *optional*):
             Transport that opens the slots, at the first sync. Default: host memory.
 
@@ -62,7 +61,6 @@ class WeightSync:
         limit_bytes: int,
         transport: Transport | None = None,
     ):
-        self.copy: HostCopy | None = None  # of the local main process, for `send_copy`
         self._source = source
         self._engines = engines
         self.buckets: list[Bucket] = source.buckets(limit_bytes)
@@ -70,6 +68,8 @@ class WeightSync:
         self._transport = transport or Transport()
         self._slots: Slots | None = None
         self._times: dict[int, EngineTimes] = {}  # of each engine, at the end of the last update
+        self._loading: BucketSender | None = None  # update that engines may not have committed yet
+        self._in_slots: WeightVersion | None = None  # version of all buckets in the slots
         self._check_frozen = (
             True  # before the next update; weights that do not change are checked once
         )
@@ -96,20 +96,50 @@ class WeightSync:
     def run(self, version: WeightVersion) -> SyncTimings:
         """Send every bucket that may have changed. A collective of all training ranks.
 
+        If every bucket has a slot of its own, it returns before the engines have loaded them: `settle` waits for that.
+
         Raises:
             `WeightsNotFiniteError`: on the rank whose part of the weights has NaN or infinity, before any is sent.
             `WeightVersionError`: if an engine's workers committed another version than `version`.
-            `WeightSyncError` or `EngineError`: if an engine failed; it must not serve requests any more.
+            `WeightSyncError` or `EngineError`: if an engine failed, in this update or the one before; it must not
+                serve requests any more.
         """
+        before = self.settle()
         timings = self._begin_timings(version)
         if self._engines is not None:
             self._open_slots(self._engines)
-        self._send(self._engines, self._slots, timings, self._gather, self.copy)
-        if self.copy is not None:
-            self.copy.complete(version)
+        self._send(self._engines, self._slots, timings, self._gather)
+        timings.add(before)
         self._first = sum(bucket[0].frozen for bucket in self.buckets)
         self._check_frozen = False
         return timings
+
+    def settle(self) -> dict[str, float]:
+        """Wait until the engines have committed the last update, and return the seconds of the slowest one by stage.
+
+        Raises:
+            `WeightSyncError` or `EngineError`: if an engine failed to load it.
+        """
+        seconds: dict[str, float] = {}
+        sender, self._loading = self._loading, None
+        if sender is None:
+            return seconds
+        try:
+            sender.wait_for_commit()
+        except MultiNodeError as error:
+            error.add_note(f"It happened in weight {sender.version}.")
+            raise
+        for engine, done in sender.done:
+            before = self._times.get(engine.index, EngineTimes())
+            self._times[engine.index] = done.times
+            for name, value in spent(done.times, before).items():
+                seconds[name] = max(seconds.get(name, 0.0), value)
+        return seconds
+
+    @property
+    def staged(self) -> bool:
+        """Whether every bucket has a slot of its own on this node."""
+        return self._transport.staged
 
     def _open_slots(self, engines: EngineGroup) -> None:
         """Open the transport's slots in all engines. While one is lost, new slots are in host memory, and those of a
@@ -119,7 +149,7 @@ class WeightSync:
             self.forget_slots()
         if self._slots is None:
             open_slots = self._transport.open_on_host if lost else self._transport.open
-            self._slots = open_slots(engines, slot_bytes(self.buckets), self._layouts)
+            self._slots = open_slots(engines, self._layouts)
 
     def send_again(self, version: WeightVersion, engines: EngineGroup | None) -> SyncTimings:
         """Send all weights of `version` to engines that were started again. A collective of all training ranks.
@@ -133,15 +163,24 @@ class WeightSync:
             engines (`EngineGroup`, *optional*):
                 Engines of this node that were started again, on its local main process.
         """
-        with self._from_scratch(engines) as slots:
+        kept, self._first = self._first, 0
+        slots = None
+        if engines:
+            self.forget_slots()
+            slots = self._transport.open_on_host(engines, self._layouts)
+        try:
             timings = self._begin_timings(version)
             self._send(engines or None, slots, timings, self._gather)
+        finally:
+            if slots is not None:
+                slots.close()
+        self._first = kept
         return timings
 
-    def send_copy(self, version: WeightVersion, engines: EngineGroup) -> SyncTimings:
-        """Send this node's copy of the last update to engines that were started again. Not a collective.
+    def load_again(self, version: WeightVersion, engines: EngineGroup) -> SyncTimings:
+        """Let engines that were started again load the last update from the slots. Not a collective.
 
-        Before the first update there is nothing to send: that update reaches these engines too.
+        Before the first update there is nothing to load: that update reaches these engines too.
 
         Args:
             version (`WeightVersion`), engines (`EngineGroup`):
@@ -150,42 +189,27 @@ class WeightSync:
         Raises:
             `WeightVersionError`: if an engine's workers committed another version than `version`.
         """
-        assert self.copy is not None
-        if self.copy.version is None:
+        self.settle()
+        if self._slots is None or self._in_slots is None:
             self.forget_slots()
             return SyncTimings(version=version)
-        if self.copy.version != version:
+        if self._in_slots != version:
             raise WeightSyncError(
-                f"The copy of the weights is of {self.copy.version}, expected {version}."
+                f"The slots have the weights of {self._in_slots}, expected {version}."
             )
-        timings = SyncTimings(
-            num_bytes=self.copy.num_bytes, num_buckets=len(self.buckets), version=version
-        )
-        with self._from_scratch(engines) as slots:
-            self._send(engines, slots, timings, self._read_copy)
-        return timings
-
-    @contextmanager
-    def _from_scratch(self, engines: EngineGroup | None) -> Iterator[Slots | None]:
-        """Open slots in host memory in these engines, and make the update inside begin with the first bucket."""
-        kept = self._first
-        self._first = 0
-        slots = None
-        if engines:
-            self.forget_slots()
-            slots = self._transport.open_on_host(engines, slot_bytes(self.buckets), self._layouts)
-        try:
-            yield slots
-        finally:
-            if slots is not None:
-                slots.close()
+        kept, self._first = self._first, 0
+        timings = SyncTimings(self.num_bytes, len(self.buckets), version=version)
+        self._transport.open_in_workers(self._slots, engines, self._layouts)
+        self._send(engines, self._slots, timings, lambda timings, sender: None)
+        timings.add(self.settle())
         self._first = kept
+        return timings
 
     def forget_slots(self) -> None:
         """Make the next `run` open new slots, because an engine without the old ones was started."""
         if self._slots is not None:
             self._slots.close()
-        self._slots = None
+        self._slots = self._in_slots = None
 
     def _begin_timings(self, version: WeightVersion) -> SyncTimings:
         """Check the weights that are sent, and return their numbers."""
@@ -194,7 +218,7 @@ class WeightSync:
         # once, however many ranges they have
         tensors = {meta.name: meta for bucket in sent for meta in bucket}
         self._source.check(list(tensors.values()), version.step, self._check_frozen)
-        return SyncTimings(num_bytes=self.num_bytes, num_buckets=len(sent), version=version)
+        return SyncTimings(self.num_bytes, len(sent), version=version)
 
     def _send(
         self,
@@ -202,9 +226,8 @@ class WeightSync:
         slots: Slots | None,
         timings: SyncTimings,
         fill: Fill,
-        copy: HostCopy | None = None,
     ) -> None:
-        """Take the buckets from `_first` on from `fill`; with `engines`, send them there, and keep them in `copy`."""
+        """Take the buckets from `_first` on from `fill`; with `engines`, send them there."""
         self.num_gathered = self._first
         start = time.perf_counter()
         try:
@@ -217,7 +240,8 @@ class WeightSync:
                     in_flight=self.in_flight,
                     recompute_kv=self.recompute_kv,
                 )
-                sending = BucketSender(engines, slots, self._layouts, timings, update, copy)
+                sending = BucketSender(engines, slots, self._layouts, timings, update)
+                self._in_slots = None
             with sending as sender:
                 fill(timings, sender)
         finally:
@@ -225,7 +249,11 @@ class WeightSync:
             self._source.release()
         timings.settle()
         if sender is not None:
-            self._add_engine_times(sender, timings)
+            self._loading = sender
+            if slots is self._slots and self.staged:
+                self._in_slots = timings.version
+            else:
+                timings.add(self.settle())
         timings.total_s = time.perf_counter() - start
         timings.stream_s = timings.total_s - timings.commit_s
 
@@ -255,17 +283,3 @@ class WeightSync:
                     current.callback(sender.send(index, pieces).result)
                 previous.close()
                 previous = current
-
-    def _read_copy(self, timings: SyncTimings, sender: BucketSender | None) -> None:
-        """Give every bucket of this node's copy to the sender."""
-        assert sender is not None and self.copy is not None
-        for index, layout in enumerate(self._layouts):
-            sender.send(index, self.copy.tensors(index, layout)).result()
-
-    def _add_engine_times(self, sender: BucketSender, timings: SyncTimings) -> None:
-        """Add the seconds of the slowest engine in each stage."""
-        for engine, done in sender.done:
-            before = self._times.get(engine.index, EngineTimes())
-            self._times[engine.index] = done.times
-            for name, seconds in spent(done.times, before).items():
-                setattr(timings, name, max(getattr(timings, name), seconds))

@@ -17,7 +17,10 @@ STAGES = ("total_s", "stream_s", "gather_s", "copy_s", "load_s", "commit_s", "fr
 class SyncTimings:
     """Timings of one sync on one rank, in seconds. The stages overlap, so they do not add up to `total_s`."""
 
-    total_s: float = 0.0  # from the first message to the committed version
+    num_bytes: int = 0  # bytes sent to each engine, after the cast to its dtype
+    num_buckets: int = 0
+    # from the first message to the committed version, or to the last bucket in its slot if each has one
+    total_s: float = 0.0
     stream_s: float = 0.0  # part of `total_s`: from the first gather to the last bucket loaded
     gather_s: float = 0.0  # collectives, on every rank; on a GPU by its own clock, like `copy_s`
     copy_s: float = 0.0  # copies into the slots, local main process only
@@ -26,8 +29,6 @@ class SyncTimings:
     frozen_s: float = (
         0.0  # the slowest engine's seconds with frozen completions, local main process only
     )
-    num_bytes: int = 0  # bytes sent to each engine, after the cast to its dtype
-    num_buckets: int = 0
     collectives: tuple[int, int] = (0, 0)  # across nodes, within a node
     version: WeightVersion = field(default_factory=WeightVersion)
     # stage, and the events on a GPU's stream at its begin and end
@@ -51,6 +52,11 @@ class SyncTimings:
             end = torch.cuda.Event(enable_timing=True)
             end.record(torch.cuda.current_stream(device))
             self._events.append((name, begin, end))
+
+    def add(self, seconds: dict[str, float]) -> None:
+        """Set the engines' seconds by stage: of this update, or of the one before if they load beside training."""
+        for name, value in seconds.items():
+            setattr(self, name, value)
 
     def settle(self) -> None:
         """Add the seconds between the events, after the last stage; wait for it if necessary."""

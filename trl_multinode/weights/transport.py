@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import IO
+from pathlib import Path
 
 import msgspec
 import torch
@@ -17,9 +17,10 @@ from ..run.reporter import warn
 from ..run.topology import EngineDevices
 from ..transports.base import SELF_TEST_S, Machine, Slots, SlotSettings, call_with_timeout
 from ..transports.opening import TRANSPORTS
-from ..wire.messages import CheckSlot, OpenSlots, TensorSpec
+from ..wire.messages import NUM_SLOTS, CheckSlot, OpenSlots, TensorSpec
 
 SELF_TEST_BYTES = 1 << 20
+Layouts = Sequence[tuple[TensorSpec, ...]]
 
 
 def choose(wanted: str, machine: Machine) -> tuple[str, str]:
@@ -83,9 +84,10 @@ class Transport(SlotSettings):
     """
 
     report: Callable[[str], None] = warn
-    _reserved: IO[bytes] | None = field(default=None, init=False)
+    staged: bool = False  # a slot for each bucket
+    _reserved: Slots | None = field(default=None, init=False)
 
-    def reserve(self, layouts: Sequence[tuple[TensorSpec, ...]]) -> None:
+    def reserve(self, layouts: Layouts) -> None:
         """Set the slots' memory aside until `open`, so that too little is an error now and no SIGBUS at a sync.
 
         Engines that start beside the model's load may have taken theirs before. The sum is the same.
@@ -97,9 +99,10 @@ class Transport(SlotSettings):
         Raises:
             `WeightSyncError`: if the node has too little memory; the message names the largest tensor and the cure.
         """
+        self.close()
         self.largest = max(chain.from_iterable(layouts), key=lambda spec: spec.num_bytes)
-        num_bytes = max(layout[-1].end for layout in layouts)
-        self._reserved = TRANSPORTS[self.kind].reserve(max(num_bytes, SELF_TEST_BYTES), self)
+        if self.kind == "host":
+            self._reserved = self._make("host", layouts)
 
     def close(self) -> None:
         """Give back memory that was reserved and not used."""
@@ -107,25 +110,27 @@ class Transport(SlotSettings):
             self._reserved.close()
         self._reserved = None
 
-    def open(
-        self, engines: EngineGroup, num_bytes: int, layouts: Sequence[tuple[TensorSpec, ...]]
-    ) -> Slots:
+    def _sizes(self, layouts: Layouts) -> list[int]:
+        """Return the size of each slot, in bytes."""
+        ends = [layout[-1].end for layout in layouts]
+        if self.staged:
+            return ends
+        return [max(*ends, SELF_TEST_BYTES)] * NUM_SLOTS
+
+    def open(self, engines: EngineGroup, layouts: Layouts) -> Slots:
         """Return slots that every worker has opened, and that passed a self test if they are not in host memory.
 
         Args:
             engines (`EngineGroup`):
                 Engines of this node.
-            num_bytes (`int`):
-                Size of a slot, in bytes.
             layouts (`Sequence[tuple[TensorSpec, ...]]`):
                 Layout of each bucket's tensors in its slot.
         """
-        num_bytes = max(num_bytes, SELF_TEST_BYTES)
         if self.kind != "host":
             slots = None
             try:
-                slots = self._make(self.kind, num_bytes)
-                self._open_in_workers(slots, engines, layouts)
+                slots = self._make(self.kind, layouts)
+                self.open_in_workers(slots, engines, layouts)
                 self._test(slots, engines)
                 return slots
             except (RuntimeError, TimeoutError) as error:
@@ -135,29 +140,28 @@ class Transport(SlotSettings):
                 )
                 if slots is not None:
                     slots.close()
-        return self.open_on_host(engines, num_bytes, layouts)
+        return self.open_on_host(engines, layouts)
 
-    def open_on_host(
-        self, engines: EngineGroup, num_bytes: int, layouts: Sequence[tuple[TensorSpec, ...]]
-    ) -> Slots:
+    def open_on_host(self, engines: EngineGroup, layouts: Layouts) -> Slots:
         """Return slots in host memory that every worker of `engines` has opened. The arguments are those of `open`."""
-        return self._open_in_workers(
-            self._make("host", max(num_bytes, SELF_TEST_BYTES)), engines, layouts
-        )
+        slots, self._reserved = self._reserved, None
+        if slots is None or slots.sizes != tuple(self._sizes(layouts)):
+            if slots is not None:
+                slots.close()
+            slots = self._make("host", layouts)
+        return self.open_in_workers(slots, engines, layouts)
 
-    def _make(self, kind: str, num_bytes: int) -> Slots:
-        self.close()  # the slots take this memory; if another process is faster, that is an error and no SIGBUS
-        slots = TRANSPORTS[kind](num_bytes, self)
+    def _make(self, kind: str, layouts: Layouts) -> Slots:
+        slots = TRANSPORTS[kind](self._sizes(layouts), self)
         if slots.warning:
             self.report(slots.warning)
         return slots
 
-    @staticmethod
-    def _open_in_workers(
-        slots: Slots, engines: EngineGroup, layouts: Sequence[tuple[TensorSpec, ...]]
-    ) -> Slots:
+    def open_in_workers(self, slots: Slots, engines: EngineGroup, layouts: Layouts) -> Slots:
+        """Let every worker of `engines` open the slots, which others may have opened before."""
+        signals = slots.signals.listen(self.folder)
         try:
-            answers(engines.post_all(lambda engine: _open_request(slots, engine, layouts)))
+            answers(engines.post_all(lambda engine: _open_request(slots, engine, layouts, signals)))
         finally:
             slots.opened()
         return slots
@@ -177,15 +181,13 @@ class Transport(SlotSettings):
             raise failed[0]
 
 
-def _open_request(
-    slots: Slots, engine: int, layouts: Sequence[tuple[TensorSpec, ...]]
-) -> OpenSlots:
+def _open_request(slots: Slots, engine: int, layouts: Layouts, signals: Path) -> OpenSlots:
     memory = msgspec.Raw(msgspec.msgpack.encode(slots.open_for(engine)))
     return OpenSlots(
         transport=slots.kind,
         memory=memory,
-        slot_bytes=slots.num_bytes,
+        sizes=slots.sizes,
         buckets=tuple(layouts),
-        signals=str(slots.signals.path),
+        signals=str(signals),
         engine=engine,
     )

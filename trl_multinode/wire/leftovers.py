@@ -21,7 +21,7 @@ PREFIX = "trl_multinode_n"  # of a run's folder; the number of its node follows
 CHECK_PREFIX = "trl_multinode_check_"
 OWNER_LOCK = "owner.lock"
 SHARED_MEMORY = Path("/dev/shm")
-SEGMENTS = ("psm_", "vllm_", "trl_multinode_")  # names of vLLM's and our shared memory
+SEGMENTS = ("psm_", "vllm_")  # names of vLLM's shared memory; ours has none
 YOUNG_S = 60.0  # a folder without a lock may be so young that its owner is about to lock it
 
 

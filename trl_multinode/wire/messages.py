@@ -200,6 +200,7 @@ class Score(Message, frozen=True):
     prompt: bytes  # int32 (P,)
     temperature: float = 1.0  # log-probs are those of the logits divided by it
     images: tuple[Image, ...] = ()
+    min_update: int = 0  # as in `Generate`
 
 
 class OpenSlots(Message, frozen=True):
@@ -207,7 +208,7 @@ class OpenSlots(Message, frozen=True):
 
     transport: str  # name of the transport
     memory: msgspec.Raw  # the transport's own message, as msgpack
-    slot_bytes: int
+    sizes: tuple[int, ...]  # bytes of each slot
     buckets: tuple[tuple[TensorSpec, ...], ...]
     signals: str = ""  # socket through which the workers and the sender tell each other of buckets
     engine: int = 0  # index of the engine

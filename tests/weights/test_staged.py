@@ -1,0 +1,203 @@
+"""A slot for each bucket: training does not wait for the engines' loads, and a new engine loads from there."""
+
+import threading
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from served import Keeper, digest, serving
+from torch import nn
+from waiting import HANG_S
+
+from multinode_kit.models import tiny_qwen2
+from trl_multinode.engine.client import EngineClient
+from trl_multinode.engine.group import EngineGroup
+from trl_multinode.errors import EngineError, WeightSyncError
+from trl_multinode.transports.host_memory import HostSlots
+from trl_multinode.weights import building
+from trl_multinode.weights.building import SyncPlan, memory_left, reserve_slots, stages
+from trl_multinode.weights.peft_source import AdapterSource, PeftSource
+from trl_multinode.weights.source import ModuleSource, WeightSource
+from trl_multinode.weights.sync import WeightSync
+from trl_multinode.weights.transport import Transport
+from trl_multinode.wire.messages import WeightVersion
+
+LIMIT = 40_000  # bytes of a bucket; a layer is split over two
+
+
+def sent(source: WeightSource) -> dict[str, torch.Tensor]:
+    """Return what a sync of everything would send now."""
+    metadata = tuple(source.metadata())
+    with source.gathering(metadata) as finish:
+        found = zip(metadata, finish(), strict=True)
+        return {meta.name: pieces.full().to(meta.dtype).clone() for meta, pieces in found}
+
+
+@torch.no_grad()
+def train(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+
+
+def staged_sync(source: WeightSource, engines, folder) -> WeightSync:
+    return WeightSync(source, engines, LIMIT, Transport(folder=folder, staged=True))
+
+
+@pytest.mark.parametrize(
+    ("source_class", "dtype"), [(ModuleSource, torch.bfloat16), (PeftSource, torch.float32)]
+)
+def test_the_slots_have_the_last_sent_weights_whole(source_class, dtype, tmp_path):
+    model = tiny_qwen2()
+    if source_class is PeftSource:
+        model = get_peft_model(
+            model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+        ).get_base_model()
+    source, running, again = source_class(model, dtype), Keeper(), Keeper()
+    with serving(running, again, folder=tmp_path) as engines:
+        sync = staged_sync(source, EngineGroup([engines[0]]), tmp_path)
+        for update in (1, 2, 3):
+            train(model)
+            sync.run(WeightVersion(update, update))
+        expected = digest(sent(source))
+        sizes = sync._slots.sizes
+        assert len(sizes) == len(sync.buckets) and sum(sizes) < 1.01 * sync.num_bytes
+        train(model)  # the slots do not change with the model
+        timings = sync.load_again(WeightVersion(3, 3), EngineGroup([engines[1]]))
+        assert digest(again.tensors) == digest(running.tensors) == expected
+        assert timings.num_buckets == len(sync.buckets)
+        sync.run(WeightVersion(4, 4))
+        sync.settle()
+        assert digest(running.tensors) == digest(sent(source))
+        sync.close()
+
+
+def test_an_engine_loads_beside_training_and_the_next_update_waits_for_it(tmp_path):
+    go, started = threading.Event(), threading.Event()
+
+    def held(update: int, bucket: int) -> None:
+        if update == 2 and bucket == 1:
+            started.set()
+            assert go.wait(HANG_S)
+
+    model, engine = tiny_qwen2(), Keeper(held)
+    source = ModuleSource(model, torch.float32)
+    with serving(engine, folder=tmp_path) as engines:
+        sync = staged_sync(source, engines, tmp_path)
+        sync.run(WeightVersion(1, 1))
+        second = sent(source)
+        sync.run(WeightVersion(2, 2))  # returns, although the engine hangs
+        assert started.wait(HANG_S)
+        assert max(update for update, _ in engine.loaded) == 2
+        train(model)
+        third = threading.Thread(target=sync.run, args=(WeightVersion(3, 3),))
+        third.start()
+        third.join(0.2)
+        # it would overwrite what the engine still reads
+        assert third.is_alive() and engine.loaded[-1] == (2, 0)
+        go.set()
+        third.join(HANG_S)
+        sync.settle()
+        assert digest(engine.tensors) == digest(sent(source)) != digest(second)
+        sync.close()
+
+
+def test_engines_get_the_request_after_the_last_bucket_is_in_its_slot(tmp_path):
+    order: list[str] = []
+    write, post = HostSlots.write, EngineClient.post
+
+    def recorded_write(slots, slot, *rest):
+        order.append(f"write {slot}")
+        return write(slots, slot, *rest)
+
+    def recorded_post(client, message):
+        order.append(type(message).__name__)
+        return post(client, message)
+
+    with serving(Keeper(), folder=tmp_path) as engines:
+        sync = staged_sync(ModuleSource(tiny_qwen2(), torch.float32), engines, tmp_path)
+        with (
+            mock.patch.object(HostSlots, "write", recorded_write),
+            mock.patch.object(EngineClient, "post", recorded_post),
+        ):
+            sync.run(WeightVersion(1, 1))
+        slots = [f"write {index}" for index in range(len(sync.buckets))]
+        assert len(slots) > 2 and order == ["OpenSlots", *slots, "UpdateWeights"]
+        sync.settle()
+        sync.close()
+
+
+def test_an_error_of_a_load_beside_training_names_its_update_in_the_next_one(tmp_path):
+    def failing(update: int, bucket: int) -> None:
+        if (update, bucket) == (2, 3):
+            raise RuntimeError("a worker has no room")
+
+    with serving(Keeper(failing), folder=tmp_path) as engines:
+        sync = staged_sync(ModuleSource(tiny_qwen2(), torch.float32), engines, tmp_path)
+        sync.run(WeightVersion(1, 1))
+        sync.run(WeightVersion(2, 2))
+        with pytest.raises(EngineError, match="no room") as error:
+            sync.run(WeightVersion(3, 3))
+        assert "update 2 (step 2)" in error.value.__notes__[0]
+        sync.close()
+
+
+def test_slots_of_another_version_are_not_loaded(tmp_path):
+    with serving(Keeper(), folder=tmp_path) as engines:
+        sync = staged_sync(ModuleSource(tiny_qwen2(), torch.float32), engines, tmp_path)
+        # the first update sends everything
+        assert sync.load_again(WeightVersion(), engines).num_buckets == 0
+        sync.run(WeightVersion(1, 0))
+        with pytest.raises(WeightSyncError, match=r"update 1 \(step 0\).* update 2 \(step 1\)"):
+            sync.load_again(WeightVersion(2, 1), engines)
+        sync.close()
+
+
+# ---- which runs have it ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "ahead", "plan", "expected"),
+    [
+        ("host", True, SyncPlan(ModuleSource), True),
+        ("host", True, SyncPlan(PeftSource), True),
+        ("host", False, SyncPlan(ModuleSource), False),
+        ("nccl", True, SyncPlan(ModuleSource), False),
+        ("host", True, SyncPlan(AdapterSource, lora_rank=4), False),
+    ],
+)
+def test_runs_that_generate_ahead_have_a_slot_for_each_bucket(kind, ahead, plan, expected):
+    assert stages(plan, Transport(kind), ahead) is expected
+
+
+@pytest.mark.parametrize(("left", "staged"), [(1 << 40, True), (1 << 10, False)])
+def test_without_memory_for_all_buckets_two_slots_are_reserved_and_the_reason_is_returned(
+    left, staged, monkeypatch
+):
+    monkeypatch.setattr(building, "memory_left", lambda: left)
+    transport = Transport(staged=True)
+    source = ModuleSource(tiny_qwen2(), torch.float32)
+    buckets = WeightSync(source, None, LIMIT).buckets
+    monkeypatch.setattr(ModuleSource, "buckets", lambda self, limit: buckets)
+    gather = SimpleNamespace(world=1, buckets_at_peak=3.0, buffers=SimpleNamespace(device=None))
+    reason = reserve_slots(
+        SyncPlan(ModuleSource), tiny_qwen2(), torch.float32, gather, LIMIT, transport
+    )
+    assert transport.staged is staged and (reason is None) == staged
+    assert len(transport._reserved.sizes) == (len(buckets) if staged else 2)
+    transport.close()
+
+
+def test_the_limit_of_a_container_counts_without_what_the_kernel_may_drop(tmp_path):
+    machine = memory_left(tmp_path)
+    for name, text in {
+        "memory.max": f"{3 << 20}\n",
+        "memory.current": f"{2 << 20}\n",
+        "memory.stat": f"anon 5\ninactive_file {1 << 19}\nslab 7\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert memory_left(tmp_path) == 3 << 19
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_left(tmp_path) > machine / 2
