@@ -8,10 +8,12 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from test_vllm_names import v2_can_be_extended
 
@@ -61,6 +63,65 @@ def test_v2_returns_log_probs_over_the_whole_vocabulary_and_scores_at_a_temperat
 
 
 @patch.dict(os.environ)  # vLLM's runner sets variables when it is imported
+def test_v1_scores_a_long_prompt_in_parts_with_the_same_result(monkeypatch):
+    """vLLM's own method; two prompts, one of which takes three steps, in parts of three tokens and as a whole."""
+    import torch
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from trl_multinode.vllm_worker import logprobs
+
+    torch.manual_seed(0)
+    prompts = {"a": torch.randint(0, 40, (17,)).tolist(), "b": torch.randint(0, 40, (5,)).tolist()}
+    hidden = {name: torch.randn(len(ids), 40) for name, ids in prompts.items()}
+    steps = [{"a": 7}, {"a": 8, "b": 5}, {"a": 2}]
+
+    def scored(at_once: int) -> tuple[dict, int]:
+        monkeypatch.setattr(logprobs, "SCORED_AT_ONCE", at_once)
+        sizes, found = [], {}
+
+        def compute_logits(states):
+            sizes.append(len(states))
+            return states
+
+        state = {
+            name: SimpleNamespace(
+                prompt_token_ids=ids, num_computed_tokens=0, in_progress_prompt_logprobs_cpu=None,
+                sampling_params=SimpleNamespace(temperature=0.5),
+            )
+            for name, ids in prompts.items()
+        }  # fmt: skip
+        runner = SimpleNamespace(
+            num_prompt_logprobs={"a": 0, "b": 0}, requests=state, sampler=Sampler(), device=torch.device("cpu"),
+            model=SimpleNamespace(compute_logits=compute_logits),
+            model_config=SimpleNamespace(logprobs_mode="processed_logprobs"), _sync_device=lambda: None,
+        )  # fmt: skip
+        runner._get_prompt_logprobs_dict = partial(GPUModelRunner._get_prompt_logprobs_dict, runner)
+        logprobs.score_at_temperature_v1(runner)
+        for step in steps:
+            names, starts = list(step), np.cumsum([0, *step.values()])
+            runner.input_batch = SimpleNamespace(
+                req_id_to_index={n: i for i, n in enumerate(names)}
+            )
+            runner.query_start_loc = SimpleNamespace(np=starts)
+            batch = torch.cat(
+                [hidden[name][state[name].num_computed_tokens :][: step[name]] for name in names]
+            )
+            found |= runner._get_prompt_logprobs_dict(batch, step)
+            for name in names:
+                state[name].num_computed_tokens += step[name]
+        assert runner.num_prompt_logprobs == {}
+        return {name: scores.logprobs[:, 0] for name, scores in found.items()}, max(sizes)
+
+    whole, largest = scored(1 << 20)
+    parts, most = scored(3)
+    assert (largest, most) == (8, 3)
+    for name, ids in prompts.items():
+        exact = (hidden[name][:-1] / 0.5).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])
+        assert torch.equal(whole[name], parts[name])
+        torch.testing.assert_close(parts[name], exact[:, 0])
+
+
 def test_v1_undoes_the_masks_of_custom_processors_and_keeps_their_finite_changes():
     """vLLM's own V1 sampler; the request has no setting that masks tokens."""
     import torch

@@ -19,6 +19,7 @@ from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.rollouts.monitor import DivergenceMonitor, settings_not_scored
 from trl_multinode.rollouts.rounds import RoundRollouts
 from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
+from trl_multinode.run.topology import Topology
 from trl_multinode.weights.probe import divergence_limit
 from trl_multinode.wire.messages import WeightVersion
 
@@ -34,7 +35,7 @@ def config(tmp_path):
 class Host:
     """The parts of a host that have to do with the limit; its model and engines are of `dtype`."""
 
-    topology = "node 1, rank 3"
+    topology = Topology(3, 4, 0, 1, 1, 4, launched=True)
     divergence_limit = Updates.divergence_limit
 
     def __init__(self, args, dtype: torch.dtype):
@@ -380,6 +381,31 @@ def test_the_score_is_asked_for_at_the_temperature_at_which_trl_scores(config, f
     assert engines.temperatures == [fields.get("temperature", 1.0)]
     with pytest.raises(LogprobDivergenceError, match="0.500 "):
         watcher.check(batch(FRESH, OLD, MASK), stale=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked"),
+    [
+        (1, [{0: [0]}, {0: [1]}, {0: [0]}, {0: [1]}]),
+        (2, [{0: [0], 1: [1]}, {0: [1], 1: [0]}] * 2),
+        (5, [{0: [0], 1: [1]}, {0: [1], 4: [0]}, {3: [0], 4: [1]}, {2: [0], 3: [1]}]),
+    ],
+)
+def test_each_engine_is_asked_by_one_rank_of_its_node_and_the_ranks_take_turns(
+    config, ranks, asked
+):
+    watchers, engines = [], []
+    for rank in range(ranks):
+        engines.append(Engines())
+        watchers.append(stale_monitor(config(), engines[-1]))
+        topology = Topology(rank, ranks, rank, ranks, 0, 1, launched=True)
+        watchers[-1]._host.topology = topology
+    for expected in asked:
+        for watcher, own in zip(watchers, engines, strict=True):
+            own.asked.clear()
+            watcher._generation.on_stale(made())
+        found = {rank: [engine for _, engine in own.asked] for rank, own in enumerate(engines)}
+        assert {rank: which for rank, which in found.items() if which} == expected
 
 
 def test_a_row_is_scored_as_far_as_the_context_reaches(config):

@@ -175,14 +175,20 @@ class DivergenceMonitor:
     def ask(self, made: RoundRollouts) -> None:
         """Request the score of one of these rows under an engine's current weights; `check` waits for the reply.
 
-        The request is a prefill of one row. It must go out before the next round's prompts, or it queues behind them.
+        Each engine of a node gets it from one rank, and from another one in the next round; with fewer ranks than
+        engines, each rank asks the next ones in turn. The request is a prefill of one row. It must go out before the
+        next round's prompts, or it queues behind them.
         """
         self._requested = None
         if not self.limit:
             return
         self._turn += 1
-        engines = self._generation.engines
-        client = engines[self._turn % len(engines)]
+        engines, topology = self._generation.engines, self._host.topology
+        place = (topology.local_rank + self._turn) % topology.ranks_per_node
+        if place >= len(engines):
+            return
+        asking = min(topology.ranks_per_node, len(engines))
+        client = engines[(place + self._turn * asking) % len(engines)]
         row = self._turn % len(made.rows)
         prompt = made.prompts[row]
         # vLLM adds one token
