@@ -261,6 +261,7 @@ def engines_here(
 
     with (
         mock.patch.object(Updates, "start", start),
+        mock.patch.object(Updates, "launch"),  # beside the load of a model
         mock.patch.object(Updates, "sync", sync),
         mock.patch.object(Updates, "end"),
     ):

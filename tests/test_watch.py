@@ -71,7 +71,9 @@ def test_a_rank_that_leaves_writes_the_phases_of_the_step_under_way(tmp_path, st
         with watch.guard(), phases("train"):
             with phases("reward"):
                 pass
+            (tmp_path / f"inside{rank}").touch()
             if rank == 1:
+                until(lambda: len(list(tmp_path.glob("inside*"))) == RANKS, "all ranks")
                 raise ValueError("of rank 1")
             time.sleep(HANG_S)
 
