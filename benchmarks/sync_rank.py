@@ -108,7 +108,7 @@ class PerParameter:
     def update_named_params(self, metadata, parameters) -> None:
         tensors, slots, layouts = iter(parameters), self.sync._slots, self.sync._layouts
         update = UpdateWeights(version=self.version, turn=slots.signals.begin())
-        with BucketSender(self.engines, slots, layouts, SyncTimings(), update) as sender:
+        with BucketSender(self.engines, slots, layouts, SyncTimings(), update, False) as sender:
             for index, specs in enumerate(layouts):
                 sender._wait_until_taken(index - NUM_SLOTS)
                 for spec in specs:

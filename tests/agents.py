@@ -174,7 +174,7 @@ class ScriptedEngine:
     def close(self) -> None:
         """There is no connection."""
 
-    def post_score(self, tokens, temperature, images=()) -> Rollout:
+    def post_score(self, tokens, temperature, images=(), min_update=0) -> Rollout:
         return self.row_of(list(tokens))
 
     @torch.no_grad()

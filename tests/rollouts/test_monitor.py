@@ -309,7 +309,12 @@ class Engines:
             post_score=score, scored=scored, lost=None, loss_accepted=nullcontext
         )
 
-    def post_score(self, engine: int, tokens, temperature: float, images: tuple = ()) -> int:
+    def post_score(
+        self, engine: int, tokens, temperature: float, images: tuple, min_update: int
+    ) -> int:
+        assert (
+            min_update == 4
+        )  # or an engine that has not begun this update would score with the one before
         self.asked.append((list(tokens), engine))
         self.temperatures.append(temperature)
         return len(self.asked) - 1

@@ -24,6 +24,7 @@ from trl_multinode.weights.peft_source import AdapterSource, PeftSource
 from trl_multinode.weights.shards import own_part
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
+from trl_multinode.weights.timings import SyncTimings
 from trl_multinode.wire.messages import WeightVersion
 
 CPU = torch.device("cpu")
@@ -213,18 +214,18 @@ def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
         def post_all(self, request) -> list:
             return []
 
-    told = []
+    told, timings = [], SyncTimings()
     monkeypatch.setattr(host_module, "probe_engines", lambda *_: None)
     for rank in (0, 1):
         topology = SimpleNamespace(rank=rank, is_local_main=False)
         updates = SimpleNamespace(
             _rank=SimpleNamespace(topology=topology, report=told.append),
-            _sync=SimpleNamespace(run=lambda version: "timings"), engines=Engines(), model=model,
+            _sync=SimpleNamespace(run=lambda version: timings, settle=dict, staged=False), engines=Engines(), model=model,
             divergence_limit=1.0, clocks=SimpleNamespace(read=lambda *_: None),
             _presence=SimpleNamespace(activity=SimpleNamespace()),
         )  # fmt: skip
         for update in (1, 2):
-            assert Updates.sync(updates, WeightVersion(update)) == "timings"
+            assert Updates.sync(updates, WeightVersion(update)) is timings
     assert told == [line]
 
 

@@ -31,7 +31,9 @@ class BucketSender:
         timings ([`SyncTimings`]):
             Gets the seconds of the copies.
         update ([`UpdateWeights`]):
-            Request to the engines. If every bucket has a slot of its own, they get it after the last one is in its
+            Request to the engines.
+        staged (`bool`):
+            Whether every bucket has a slot of its own. The engines then get the request after the last one is in its
             slot, so that they generate until then and need no signals in between.
 
     Attributes:
@@ -46,13 +48,14 @@ class BucketSender:
         layouts: list,
         timings: SyncTimings,
         update: UpdateWeights,
+        staged: bool,
     ):
         self.done: list[tuple[EngineClient, Done]] = []
         self._engines = engines
         self._slots = slots
         self._layouts = layouts
         self._update = update
-        self._waits = len(slots.memory) < len(layouts)
+        self._staged = staged
         self.timings = timings
         self._posted: Posted = []
         self._failure: MultiNodeError | None = None
@@ -64,7 +67,7 @@ class BucketSender:
         return self._update.version
 
     def __enter__(self) -> "BucketSender":
-        if self._waits:
+        if not self._staged:
             self._posted = self._engines.post_all(self._update)
         return self
 
@@ -72,7 +75,7 @@ class BucketSender:
         self._thread.shutdown()
         if kind is not None:
             self._slots.signals.end()
-        elif not self._waits:
+        elif self._staged:
             self._slots.signals.send(len(self._layouts) - 1)
             self._posted = self._engines.post_all(self._update)
 
@@ -93,7 +96,7 @@ class BucketSender:
         ready: torch.cuda.Event | None,
     ) -> None:
         slot = index % len(self._slots.memory)
-        if self._waits:
+        if not self._staged:
             with self._fails_for_good():
                 self._wait_until_taken(index - len(self._slots.memory))
         if on_gpu is None:
@@ -102,7 +105,7 @@ class BucketSender:
             with torch.cuda.stream(self._stream_on(on_gpu)):
                 torch.cuda.current_stream(on_gpu).wait_event(ready)
                 self._write(index, slot, pieces)
-        if not self._waits:
+        if self._staged:
             return
         self._slots.signals.send(index)
         try:
@@ -183,7 +186,7 @@ class BucketSender:
             `EngineError`: if an engine failed.
         """
         try:
-            if self._waits:
+            if not self._staged:
                 self._wait_until_taken(len(self._layouts) - 1)
             for client, done in answers(self._posted):
                 assert isinstance(done, Done)

@@ -230,6 +230,7 @@ class WeightSync:
         """Take the buckets from `_first` on from `fill`; with `engines`, send them there."""
         self.num_gathered = self._first
         start = time.perf_counter()
+        staged = self.staged and slots is self._slots
         try:
             sending: AbstractContextManager[BucketSender | None] = nullcontext()
             if engines is not None and slots is not None:
@@ -240,7 +241,7 @@ class WeightSync:
                     in_flight=self.in_flight,
                     recompute_kv=self.recompute_kv,
                 )
-                sending = BucketSender(engines, slots, self._layouts, timings, update)
+                sending = BucketSender(engines, slots, self._layouts, timings, update, staged)
                 self._in_slots = None
             with sending as sender:
                 fill(timings, sender)
@@ -250,7 +251,7 @@ class WeightSync:
         timings.settle()
         if sender is not None:
             self._loading = sender
-            if slots is self._slots and self.staged:
+            if staged:
                 self._in_slots = timings.version
             else:
                 timings.add(self.settle())
