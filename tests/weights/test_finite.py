@@ -220,7 +220,8 @@ def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
         topology = SimpleNamespace(rank=rank, is_local_main=False)
         updates = SimpleNamespace(
             _rank=SimpleNamespace(topology=topology, report=told.append),
-            _sync=SimpleNamespace(run=lambda version: timings, settle=dict, staged=False), engines=Engines(), model=model,
+            _sync=SimpleNamespace(run=lambda version: timings, settle=dict, staged=False),
+            engines=Engines(), model=model,
             divergence_limit=1.0, clocks=SimpleNamespace(read=lambda *_: None),
             _presence=SimpleNamespace(activity=SimpleNamespace()),
         )  # fmt: skip

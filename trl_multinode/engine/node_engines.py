@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ..errors import EngineError
+from ..errors import EngineDiedError, EngineError
 from ..wire.connection import Connection
 from ..wire.messages import Generate, WeightVersion
 from .client import EngineClient, Rollout
@@ -93,6 +93,8 @@ class NodeEngines(EngineGroup):
         for client in [self[index] for index in indices if self[index].has_ended]:
             try:
                 self[client.index] = self._connect(client.index, CONNECT_AGAIN_S)
+                # an update that it was loading beside training has no answer any more
+                client.lose(EngineDiedError(f"{client.name} was started again"))
                 client.close()
             except EngineError as error:  # it has ended again
                 client.lose(error)
