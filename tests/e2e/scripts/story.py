@@ -46,7 +46,8 @@ def isolation(trainer) -> dict:
     others = [path for path in everyone if path != mine]
     maps = Path("/proc/self/maps").read_text()
     slots = sorted(
-        {line.split()[-2] for line in maps.splitlines() if "/dev/shm/trl_multinode_" in line}
+        # device and inode of a file without a name
+        {" ".join(line.split()[3:5]) for line in maps.splitlines() if "/dev/shm/#" in line}
     )
     return {
         "engine_pid": engines[0].ready.pid,
