@@ -134,4 +134,4 @@ def test_rows_1_8_ahead_the_weights_come_from_the_slots_of_the_node_itself(resul
         (job,) = [
             text for text, end in zip(jobs, jobs[1:], strict=False) if end.split("\n")[0] == name
         ]
-        assert "from the slots" in job and "from a slot for each bucket" in job
+        assert "from the slots" in job
