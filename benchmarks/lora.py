@@ -83,7 +83,7 @@ class TrlSource(PeftSource):
         self._stream = iter(())
 
     @contextmanager
-    def gathering(self, bucket) -> Iterator[Finish]:
+    def gathering(self, bucket, holder=0) -> Iterator[Finish]:
         (meta,) = bucket
 
         @torch.no_grad()

@@ -59,7 +59,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from multinode_kit.engines import running_engines
 from trl_multinode.transports.pieces import Pieces
-from trl_multinode.weights.buckets import slot_bytes
+from trl_multinode.weights.buckets import slot_layout
 from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.probe import probe_tokens
 from trl_multinode.weights.sender import BucketSender
@@ -311,7 +311,7 @@ def main() -> None:
             "model_bytes": arms.syncs["ours"].num_bytes,
             "buckets": len(buckets),
             "tensors": len({meta.name for bucket in buckets for meta in bucket}),
-            "largest_bucket": slot_bytes(buckets),
+            "largest_bucket": max(slot_layout(bucket)[-1].end for bucket in buckets),
             "limit": limit,
             "links": [],
         }

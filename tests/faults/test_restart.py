@@ -198,11 +198,11 @@ class OneNode(Updates):
         source, third = self._sync._source, self._sync.buckets[2]
         gathering = source.gathering
 
-        def begun(bucket):
+        def begun(bucket, holder):
             if bucket is third:
                 source.gathering = gathering
                 self.kill(index)
-            return gathering(bucket)
+            return gathering(bucket, holder)
 
         source.gathering = begun
 
@@ -413,7 +413,7 @@ def test_rows_1_2_8_with_a_slot_for_each_bucket_no_rank_gathers_weights_again(no
     """The engine that was started again gets the same weights as the others had, from the memory of its node."""
     one, gathered = node(staged=True, engine_restarts=4), []
     begin = one._sync._source.gathering
-    one._sync._source.gathering = lambda bucket: [gathered.append(bucket), begin(bucket)][1]
+    one._sync._source.gathering = lambda *args: [gathered.append(args[0]), begin(*args)][1]
     kills = [
         at("idle", 0, lambda: one.kill_until_ready(1)),  # it gets the first sync
         at("idle", 1, lambda: one.kill_until_ready(2)),

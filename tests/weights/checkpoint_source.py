@@ -28,7 +28,7 @@ class CheckpointSource(WeightSource):
         check_finite(named, "node 0, rank 0", step, sends_whole=True)
 
     @contextmanager
-    def gathering(self, bucket):
+    def gathering(self, bucket, holder=0):
         yield lambda: [Pieces.whole(self._state[meta.name]) for meta in bucket]
 
     def release(self):

@@ -1,15 +1,19 @@
 """A slot for each bucket: training does not wait for the engines' loads, and a new engine loads from there."""
 
 import threading
-from types import SimpleNamespace
+import time
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
 import torch
+from forks import on_gloo_ranks
 from peft import LoraConfig, get_peft_model
 from served import Keeper, digest, serving
 from torch import nn
-from waiting import HANG_S
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from waiting import HANG_S, until
 
 from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.client import EngineClient
@@ -18,6 +22,7 @@ from trl_multinode.errors import EngineError, WeightSyncError
 from trl_multinode.transports.host_memory import HostSlots
 from trl_multinode.weights import building
 from trl_multinode.weights.building import SyncPlan, memory_left, reserve_slots, stages
+from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource
 from trl_multinode.weights.source import ModuleSource, WeightSource
 from trl_multinode.weights.sync import WeightSync
@@ -33,6 +38,12 @@ def sent(source: WeightSource) -> dict[str, torch.Tensor]:
     with source.gathering(metadata) as finish:
         found = zip(metadata, finish(), strict=True)
         return {meta.name: pieces.full().to(meta.dtype).clone() for meta, pieces in found}
+
+
+def take_part(source: WeightSource) -> None:
+    """Let the local main processes gather what a sync would send."""
+    with source.gathering(tuple(source.metadata())) as finish:
+        finish()
 
 
 @torch.no_grad()
@@ -82,6 +93,12 @@ def test_an_engine_loads_beside_training_and_the_next_update_waits_for_it(tmp_pa
             started.set()
             assert go.wait(HANG_S)
 
+    settling, settle = threading.Event(), WeightSync.settle
+
+    def seen(sync: WeightSync) -> dict[str, float]:
+        settling.set()
+        return settle(sync)
+
     model, engine = tiny_qwen2(), Keeper(held)
     source = ModuleSource(model, torch.float32)
     with serving(engine, folder=tmp_path) as engines:
@@ -92,13 +109,19 @@ def test_an_engine_loads_beside_training_and_the_next_update_waits_for_it(tmp_pa
         assert started.wait(HANG_S)
         assert max(update for update, _ in engine.loaded) == 2
         train(model)
-        third = threading.Thread(target=sync.run, args=(WeightVersion(3, 3),))
-        third.start()
-        third.join(0.2)
-        # it would overwrite what the engine still reads
-        assert third.is_alive() and engine.loaded[-1] == (2, 0)
-        go.set()
-        third.join(HANG_S)
+        writes = mock.Mock(side_effect=HostSlots.write)
+        with (
+            mock.patch.object(WeightSync, "settle", seen),
+            mock.patch.object(HostSlots, "write", lambda *args: writes(*args)),
+        ):
+            third = threading.Thread(target=sync.run, args=(WeightVersion(3, 3),))
+            third.start()
+            assert settling.wait(HANG_S)
+            # it would overwrite what the engine still reads
+            assert not writes.called and engine.loaded[-1] == (2, 0)
+            go.set()
+            third.join(HANG_S)
+            assert writes.called
         sync.settle()
         assert digest(engine.tensors) == digest(sent(source)) != digest(second)
         sync.close()
@@ -155,6 +178,76 @@ def test_slots_of_another_version_are_not_loaded(tmp_path):
         sync.close()
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_ranks_of_a_node_copy_by_turns_and_only_after_its_engines_have_loaded(sharded, tmp_path):
+    nodes, ranks_per_node, updates = 2 if sharded else 1, 2, 3
+
+    def body(rank: int) -> tuple[list[int], list[bool]]:
+        gather = ShardGather(ranks_per_node, torch.device("cpu"))
+        main, others = gather.is_local_main, tmp_path / "others"
+        model = tiny_qwen2()
+        source = ModuleSource(model, torch.float32, gather)
+        if sharded:
+            fully_shard(model, mesh=init_device_mesh("cpu", (nodes * ranks_per_node,)))
+
+        def slow(update: int, bucket: int) -> None:
+            if update == 2 and bucket == 0:
+                until(others.exists, "the other rank is in update 3")
+
+        times, slots, write, settle = [], [], HostSlots.write, WeightSync.settle
+
+        def recorded_write(memory, slot, *rest):
+            slots.append(slot)
+            times.append(("write", time.monotonic()))
+            if not main and slot + ranks_per_node >= len(memory.sizes):
+                # the last one of this rank: an engine that does not wait for it has other bytes
+                time.sleep(0.1)
+            return write(memory, slot, *rest)
+
+        def recorded_settle(sync):
+            found = settle(sync)
+            times.append(("settled", time.monotonic()))
+            return found
+
+        equal = []
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(HostSlots, "write", recorded_write))
+            stack.enter_context(mock.patch.object(WeightSync, "settle", recorded_settle))
+            engine, folder = Keeper(slow), tmp_path / f"rank{rank}"
+            engines = stack.enter_context(serving(engine, folder=folder)) if main else None
+            sync = staged_sync(source, engines, folder)
+            if main:
+                sync._transport.reserve(sync._layouts)
+            descriptor = gather.meet(*sync._transport.reserved_at)
+            if not main:
+                sync.join(descriptor)
+            for update in range(1, updates + 1):
+                torch.manual_seed(update + (rank if sharded else 0))
+                train(model)
+                expected = sent(source) if main or not sharded else take_part(source)
+                source.release()
+                times.clear()
+                slots.clear()
+                if update == updates and not main:
+                    others.touch()
+                sync.run(WeightVersion(update, update))
+                if update != updates - 1:
+                    sync.settle()
+                    equal.append(not main or digest(engine.tensors) == digest(expected))
+            sync.close()
+        first = next(at for what, at in times if what == "write")
+        settled = next(at for what, at in times if what == "settled")
+        return slots, equal, first, settled, len(sync.buckets)
+
+    found = on_gloo_ranks(body, nodes * ranks_per_node, tmp_path)
+    for rank, (slots, equal, first, _, buckets) in enumerate(found):
+        local, main = rank % ranks_per_node, rank - rank % ranks_per_node
+        assert slots == list(range(local, buckets, ranks_per_node)) and buckets > ranks_per_node
+        assert equal == [True] * (updates - 1)
+        # of its own node's engines, and all ranks of a machine have one clock
+        assert first > found[main][3]
+
+
 # ---- which runs have it ---------------------------------------------------------------------------------------------
 
 
@@ -181,7 +274,7 @@ def test_without_memory_for_all_buckets_two_slots_are_reserved_and_the_reason_is
     source = ModuleSource(tiny_qwen2(), torch.float32)
     buckets = WeightSync(source, None, LIMIT).buckets
     monkeypatch.setattr(ModuleSource, "buckets", lambda self, limit: buckets)
-    gather = SimpleNamespace(world=1, buckets_at_peak=3.0, buffers=SimpleNamespace(device=None))
+    gather = ShardGather(1, torch.device("cpu"))
     reason = reserve_slots(
         SyncPlan(ModuleSource), tiny_qwen2(), torch.float32, gather, LIMIT, transport
     )

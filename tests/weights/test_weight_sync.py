@@ -171,7 +171,7 @@ class Counting(WeightSource):
         return self.gathered, 2 * self.gathered
 
     @contextmanager
-    def gathering(self, bucket) -> Iterator:
+    def gathering(self, bucket, holder=0) -> Iterator:
         self.gathered += 1
         self.open += 1
         self.most = max(self.most, self.open)

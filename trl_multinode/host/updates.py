@@ -136,15 +136,19 @@ class Updates:
             plan, base, self.dtype, gather, self.engines, bucket_bytes, transport, rank.topology
         )
         self._sync.in_flight, self._sync.recompute_kv = settings.in_flight, settings.recompute_kv
-        self._agree_on_slots(transport, gather, reason)
+        self._agree_on_slots(self._sync, transport, gather, reason)
         return self.engines
 
     def _agree_on_slots(
-        self, transport: Transport, gather: ShardGather, reason: str | None
+        self, sync: WeightSync, transport: Transport, gather: ShardGather, reason: str | None
     ) -> None:
         """Give every bucket a slot of its own on all nodes or on none: without, a restart needs the other nodes."""
         wanted = transport.staged
         transport.staged = bool(gather.extremes(wanted)[0])
+        if transport.staged:
+            descriptor = gather.meet(*transport.reserved_at)
+            if not gather.is_local_main:
+                sync.join(descriptor)
         if reason is not None:
             self._rank.report(f"training waits until the engines have loaded its weights: {reason}")
         elif wanted and not transport.staged:
@@ -260,21 +264,21 @@ class Updates:
         return 0 if self._fleet.restarts is None else self._fleet.restarts.count
 
     @property
-    def keeps_copy(self) -> bool:
-        """Return whether the slots keep all weights, so that `restore` is no collective. Equal on every rank."""
+    def slots_have_all(self) -> bool:
+        """Return whether the slots have all weights, so that `restore` is no collective. Equal on every rank."""
         return self._sync is not None and self._sync.staged
 
     def restore(self, version: WeightVersion) -> None:
         """Send the weights of `version` to the engines that were started again. All ranks call it.
 
-        It is a collective, unless each node keeps a copy of the weights.
+        It is a collective, unless the slots have all weights.
         """
         assert self._sync is not None and self.engines is not None
         renewed = [index for index, _ in self._renewed]
         group = self.engines.serving(renewed) if self._rank.topology.is_local_main else None
         self._renewed = []
         source = ""
-        if not self.keeps_copy:
+        if not self.slots_have_all:
             timings = self._sync.send_again(version, group)
         elif group:
             timings = self._sync.load_again(version, group)

@@ -289,10 +289,10 @@ class NodeGeneration:
     def _restore(self) -> None:
         """Send the weights to engines that were started again, after a meeting that asked for it. All ranks call it.
 
-        If the others have the weights of an earlier optimizer step, all engines get the present ones, or with a copy
-        on each node those that were started again get the earlier ones.
+        If the others have the weights of an earlier optimizer step, all engines get the present ones, or with
+        a slot for each bucket those that were started again get the earlier ones.
         """
-        if self._engines_are_current or self._host.updates.keeps_copy:
+        if self._engines_are_current or self._host.updates.slots_have_all:
             with self._phases("sync"):
                 self._host.updates.restore(self.version)
         else:
@@ -314,9 +314,11 @@ class NodeGeneration:
 
         Raises:
             `EngineError`: the end of the first engine, if the weights of these rows are gone: a trainer with
-                `vllm_sync_frequency` has taken optimizer steps since then, and no node keeps a copy.
+                `vllm_sync_frequency` has taken optimizer steps since then, and the slots have not all of them.
         """
-        if self.rounds is None and not (self._engines_are_current or self._host.updates.keeps_copy):
+        if self.rounds is None and not (
+            self._engines_are_current or self._host.updates.slots_have_all
+        ):
             raise next(client.lost for client in self.engines if client.lost is not None)
         self._host.updates.expect_after(self.version)
         # only the connections of the rows in flight have ended

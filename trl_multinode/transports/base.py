@@ -282,7 +282,7 @@ class Slots(ABC):
             torch.cuda.current_stream().synchronize()
 
     def transmit(self, slot: int, num_bytes: int) -> None:
-        """Send the slot's first bytes to the workers, after `LoadBucket`; a no-op if they can read the slot itself."""
+        """Send the slot's first bytes to the workers, after its signal; a no-op if they can read the slot itself."""
 
     def close(self) -> None:
         """Release the memory that other processes could still see. No `write` may follow."""

@@ -67,6 +67,11 @@ class HostMemory(msgspec.Struct, frozen=True):
     ends: tuple[int, ...]  # first byte after each slot
 
 
+def path_of(process: int, descriptor: int) -> str:
+    """Return the path of a file that a process has open."""
+    return f"/proc/{process}/fd/{descriptor}"
+
+
 def slots_in(path: str, ends: Sequence[int]) -> list[torch.Tensor]:
     """Map a file, and return its slots."""
     whole = torch.from_file(path, shared=True, size=ends[-1], dtype=torch.uint8)
@@ -105,6 +110,12 @@ class HostSlots(Slots):
 
     The file has no name, so nothing is left if the process is killed; only this user can open its descriptor.
 
+    Args:
+        sizes (`Sequence[int]`), settings ([`SlotSettings`]):
+            Arguments of [`Slots`].
+        path (`str`, *optional*):
+            Descriptor of the local main process's file, on another rank of its node that writes into the same slots.
+
     Raises:
         `WeightSyncError`: if the node has too little shared memory; the message names the cure.
     """
@@ -112,11 +123,15 @@ class HostSlots(Slots):
     kind = "host"
     opened_as = OpenedHostSlots
 
-    def __init__(self, sizes: Sequence[int], settings: SlotSettings):
+    def __init__(self, sizes: Sequence[int], settings: SlotSettings, path: str = ""):
         super().__init__(sizes, settings)
         self.page_lock: PageLock | None = None
         self._ends = tuple(accumulate(-(-size // PAGE) * PAGE for size in sizes))
-        self._file = tempfile.TemporaryFile(dir=SHARED_MEMORY, buffering=0)
+        self._file = (
+            open(path, "r+b", buffering=0)
+            if path
+            else tempfile.TemporaryFile(dir=SHARED_MEMORY, buffering=0)
+        )
         try:
             with explained(sizes, settings.largest):
                 # after `ftruncate`, a write to a full memory would be a SIGBUS
@@ -136,8 +151,13 @@ class HostSlots(Slots):
                 "Raise the limit (`ulimit -l unlimited`; docker: --ulimit memlock=-1), or lower `sync_bucket_mb`."
             )
 
+    @property
+    def descriptor(self) -> tuple[int, int]:
+        """Process, and number of its descriptor, with which another process of this user opens the file."""
+        return os.getpid(), self._file.fileno()
+
     def open_for(self, engine: int) -> HostMemory:
-        return HostMemory(f"/proc/{os.getpid()}/fd/{self._file.fileno()}", self._ends)
+        return HostMemory(path_of(*self.descriptor), self._ends)
 
     def close(self) -> None:
         super().close()

@@ -113,8 +113,3 @@ def _padded(num_bytes: int) -> int:
 
 def _padded_bytes(bucket: Sequence[WeightMeta]) -> int:
     return sum(_padded(meta.num_bytes) for meta in bucket)
-
-
-def slot_bytes(buckets: Sequence[Bucket]) -> int:
-    """Return the size of a slot, in bytes, that fits every bucket."""
-    return max(_padded_bytes(bucket) for bucket in buckets)

@@ -6,8 +6,8 @@ the dtype they are sent in, and two steps gather the buffers of W ranks on N nod
 
 1. Ranks with the same local rank all-gather across nodes: a node receives every other node's pieces once, `(N-1)/N` of
    the bucket, whereas an all-gather over all ranks sends `(W-1)/W` of it to each node.
-2. Inside each node the local main process receives the other ranks' buffers through the node's own memory, while the
-   next bucket is already on the network.
+2. Inside each node one rank receives the other ranks' buffers through the node's own memory, while the next bucket is
+   already on the network: the local main process, or by turns each rank, so that all PCIe links of a node copy.
 
 Before both steps, `even_pieces.py` spreads tensors of few rows that FSDP2 shards, such as fused experts.
 
@@ -45,20 +45,20 @@ class ShardGather:
         distributed = dist.is_available() and dist.is_initialized()
         world: int = dist.get_world_size() if distributed else 1
         rank: int = dist.get_rank() if distributed else 0
-        self._ranks = min(ranks_per_node, world)
-        self._nodes = world // self._ranks
-        self._node, self._local_rank = divmod(rank, self._ranks)
-        peers = [list(range(local, world, self._ranks)) for local in range(self._ranks)]
+        self.ranks = min(ranks_per_node, world)
+        self._nodes = world // self.ranks
+        self._node, self.local_rank = divmod(rank, self.ranks)
+        peers = [list(range(local, world, self.ranks)) for local in range(self.ranks)]
         nodes = [
-            list(range(node * self._ranks, (node + 1) * self._ranks)) for node in range(self._nodes)
+            list(range(node * self.ranks, (node + 1) * self.ranks)) for node in range(self._nodes)
         ]
-        self._across = _own_group(peers, self._local_rank) if self._nodes > 1 else None
-        self._within = _own_group(nodes, self._node) if self._ranks > 1 else None
+        self._across = _own_group(peers, self.local_rank) if self._nodes > 1 else None
+        self._within = _own_group(nodes, self._node) if self.ranks > 1 else None
 
     @property
     def place(self) -> str:
         """Node and rank, for a message."""
-        return f"node {self._node}, rank {self._node * self._ranks + self._local_rank}"
+        return f"node {self._node}, rank {self._node * self.ranks + self.local_rank}"
 
     @property
     def within_nodes(self) -> bool:
@@ -67,7 +67,7 @@ class ShardGather:
 
     @property
     def is_local_main(self) -> bool:
-        return self._local_rank == 0
+        return self.local_rank == 0
 
     @property
     def buckets_at_peak(self) -> float:
@@ -80,13 +80,13 @@ class ShardGather:
         """
         under_way = 2 / self.world if self._nodes > 1 else 0.0
         if self._nodes > 1 and dist.get_backend() == "gloo":
-            under_way += 2 / self._ranks
+            under_way += 2 / self.ranks
         temporary = 1.0 if self.buffers.device.type == "cuda" and self.world > 1 else 0.0
-        return under_way + temporary + (2 + 2 / self._ranks if self._ranks > 1 else 3)
+        return under_way + temporary + (2 + 2 / self.ranks if self.ranks > 1 else 3)
 
     @property
     def world(self) -> int:
-        return self._nodes * self._ranks
+        return self._nodes * self.ranks
 
     def cut(self, shard: Shard, dtype: torch.dtype) -> Cut:
         """Return the cut in which a tensor is gathered: that of the shards, or an even one."""
@@ -143,29 +143,38 @@ class ShardGather:
             peers, mine, self._across, async_op=True
         )
 
-    def collect(self, peers: torch.Tensor) -> torch.Tensor | None:
-        """Return the buffers of all ranks, `(nodes, ranks of a node, size)`, on the local main process; else `None`.
+    def collect(self, peers: torch.Tensor, holder: int) -> torch.Tensor | None:
+        """Return the buffers of all ranks, `(nodes, ranks of a node, size)`, on local rank `holder`; `None` elsewhere.
 
         It uses sends and receives, because gloo's gather makes an extra copy of all data.
         """
         if self._within is None:
             return peers.unsqueeze(1)
         self.count(crosses_nodes=False)
-        first = self._node * self._ranks
-        if self._local_rank > 0:
-            _exchange([dist.P2POp(dist.isend, peers, first, self._within)])
+        first = self._node * self.ranks
+        if self.local_rank != holder:
+            _exchange([dist.P2POp(dist.isend, peers, first + holder, self._within)])
             return None
-        every = self.buffers.take("every", self._ranks * peers.numel()).view(
-            self._ranks, *peers.shape
+        every = self.buffers.take("every", self.ranks * peers.numel()).view(
+            self.ranks, *peers.shape
         )
         _exchange(
             [
                 dist.P2POp(dist.irecv, every[i], first + i, self._within)
-                for i in range(1, self._ranks)
+                for i in range(self.ranks)
+                if i != holder
             ]
         )
-        every[0].copy_(peers)
+        every[holder].copy_(peers)
         return every.transpose(0, 1)
+
+    def meet(self, *values: int) -> list[int]:
+        """Return the local main process's `values`, once all ranks of the node call this with as many."""
+        told = torch.tensor(values if self.is_local_main else [0] * len(values))
+        told = told.to(self.buffers.device)
+        if self._within is not None:
+            dist.all_reduce(told, group=self._within)
+        return told.tolist()
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:
@@ -174,7 +183,7 @@ def _exchange(operations: list[dist.P2POp]) -> None:
 
 
 class Gathering:
-    """Gathering of one bucket to the local main processes, which begins here; at most two may be in flight.
+    """Gathering of one bucket to one rank of each node, which begins here; at most two may be in flight.
 
     All training ranks construct it for the same tensors. `wait` is a collective of them.
 
@@ -185,10 +194,19 @@ class Gathering:
             Shards of this rank.
         dtypes (`Sequence[torch.dtype]`):
             Dtype to send each tensor in; the cast precedes the transfer.
+        holder (`int`, *optional*, defaults to 0):
+            Local rank that gets the tensors.
     """
 
-    def __init__(self, gather: ShardGather, shards: Sequence[Shard], dtypes: Sequence[torch.dtype]):
+    def __init__(
+        self,
+        gather: ShardGather,
+        shards: Sequence[Shard],
+        dtypes: Sequence[torch.dtype],
+        holder: int = 0,
+    ):
         self._gather = gather
+        self._holder = holder
         self._shards = shards
         self._dtypes = dtypes
         self._cuts = [gather.cut(shard, dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
@@ -202,11 +220,11 @@ class Gathering:
         )
 
     def wait(self) -> list[Pieces]:
-        """Return the bucket's tensors: with data on every local main process, empty on the other ranks."""
+        """Return the bucket's tensors: with data on the holder in every node, empty on the other ranks."""
         if self._work is not None:
             self._work.wait()
             self._gather.buffers.give_back(*self._taken.pop(0))  # "mine" is in "peers" now
-        every = self._gather.collect(self._peers)
+        every = self._gather.collect(self._peers, self._holder)
         if self._gather.within_nodes:
             self.close()  # `collect` has copied these buffers or sent them on
             self._taken = [("every", every)] if every is not None else []

@@ -104,15 +104,15 @@ class PeftSource(ModuleSource):
         layer = self._layers.get(name)
         if layer is None or layer.disable_adapters or layer.merged:
             return pieces
-        is_local_main = pieces.data.numel() > 0
+        is_holder = pieces.data.numel() > 0
         # FSDP2
         needs_all_ranks = any(
             hasattr(parameter, "full_tensor") for parameter in adapter_parameters(layer)
         )
-        if not is_local_main and not needs_all_ranks:
+        if not is_holder and not needs_all_ranks:
             return pieces
         deltas, lengths = gathered_adapters(layer)
-        if not is_local_main:
+        if not is_holder:
             return pieces
         weight = pieces.copy()
         for delta in deltas:
@@ -162,9 +162,9 @@ class AdapterSource(PeftSource):
         self._metadata.append(WeightMeta(name, dtype, shape_of(linear.weight)))
 
     @contextmanager
-    def gathering(self, bucket: Bucket) -> Iterator[Finish]:
+    def gathering(self, bucket: Bucket, holder: int = 0) -> Iterator[Finish]:
         self._check_state()
-        with super().gathering(bucket) as finish:
+        with super().gathering(bucket, holder) as finish:
             yield finish
 
     def changed(self, name: str) -> bool:

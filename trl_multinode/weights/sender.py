@@ -1,4 +1,4 @@
-"""Thread of the local main process that copies gathered buckets into slots, which the engines' workers follow."""
+"""Thread of a rank that copies gathered buckets into slots, which the engines' workers follow."""
 
 import select
 import time
@@ -20,14 +20,16 @@ LOOK_S = 1.0  # between two looks whether an engine has stalled
 
 
 class BucketSender:
-    """One update of the engines: a thread of the local main process copies buckets into slots, which workers follow.
+    """One update of the engines: a thread copies buckets into slots, which workers follow.
 
-    While it runs, no other thread uses these connections to the engines. `NodeEngines` limits each wait for a message
-    or a signal.
+    The local main process has one for every bucket; if each has a slot of its own, every rank has one for those whose
+    turn it is. While it runs, no other thread uses these connections to the engines. `NodeEngines` limits each wait
+    for a message or a signal.
 
     Args:
         engines (`EngineGroup`), slots ([`Slots`]), layouts (`list`):
-            Engines of this node, the slots that they have opened, and the layout of each bucket in its slot.
+            Engines of this node on its local main process, else none; the slots that they have opened, and the layout
+            of each bucket in its slot.
         timings ([`SyncTimings`]):
             Gets the seconds of the copies.
         update ([`UpdateWeights`]):

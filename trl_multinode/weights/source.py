@@ -43,6 +43,7 @@ class WeightSource(ABC):
     """
 
     world = 1  # training ranks that hold pieces of sharded tensors
+    ranks, local_rank = 1, 0  # training ranks of this node, and which of them this one is
     buckets_at_peak = 3.0  # memory that a sync takes on a rank, in buckets
     device = torch.device("cpu")  # on which buckets are gathered
 
@@ -76,8 +77,11 @@ class WeightSource(ABC):
         """
 
     @abstractmethod
-    def gathering(self, bucket: Bucket) -> AbstractContextManager[Finish]:
-        """Gather the tensors or ranges of `bucket`, in its order. Only local main processes may read them."""
+    def gathering(self, bucket: Bucket, holder: int = 0) -> AbstractContextManager[Finish]:
+        """Gather the tensors or ranges of `bucket`, in its order. Only local rank `holder` of a node may read them."""
+
+    def meet(self) -> None:
+        """Wait until all training ranks of this node call this."""
 
     @property
     def collectives(self) -> tuple[int, int]:
@@ -107,6 +111,7 @@ class ModuleSource(WeightSource):
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
         self._gather = gather or ShardGather(1, torch.device("cpu"))
         self.world = self._gather.world
+        self.ranks, self.local_rank = self._gather.ranks, self._gather.local_rank
         self.buckets_at_peak = self._gather.buckets_at_peak
         self.device = self._gather.buffers.device
         self._held: Held = {}
@@ -162,8 +167,11 @@ class ModuleSource(WeightSource):
         """Return further parameters that `as_sent` needs whole."""
         return []
 
+    def meet(self) -> None:
+        self._gather.meet(0)
+
     @contextmanager
-    def gathering(self, bucket: Bucket) -> Iterator[Finish]:
+    def gathering(self, bucket: Bucket, holder: int = 0) -> Iterator[Finish]:
         tensors = self.tensors(bucket)
         shards = shards_of(bucket, tensors)
 
@@ -174,7 +182,7 @@ class ModuleSource(WeightSource):
                 together = dict(zip(shards, under_way.wait(), strict=True))
             found = []
             for index, (meta, tensor) in enumerate(zip(bucket, tensors, strict=True)):
-                pieces = together.get(index) or self._whole_or_range(meta, tensor)
+                pieces = together.get(index) or self._whole_or_range(meta, tensor, holder)
                 found.append(self.as_sent(meta.name, pieces))
             return found
 
@@ -183,7 +191,7 @@ class ModuleSource(WeightSource):
         with torch.no_grad():
             if shards:
                 dtypes = [self._gathered_as(bucket[index], tensors[index]) for index in shards]
-                under_way = Gathering(self._gather, list(shards.values()), dtypes)
+                under_way = Gathering(self._gather, list(shards.values()), dtypes, holder)
         with self._gathered_by_deepspeed(bucket, tensors, shards):
             yield finish
         if under_way is not None:
@@ -215,22 +223,25 @@ class ModuleSource(WeightSource):
 
         return deepspeed.zero.GatheredParameters(sharded)
 
-    def _whole_or_range(self, meta: WeightMeta, tensor: torch.Tensor) -> Pieces:
-        """Return what is sent of a tensor that this class does not gather itself. A collective under FSDP2."""
+    def _whole_or_range(self, meta: WeightMeta, tensor: torch.Tensor, holder: int) -> Pieces:
+        """Return what is sent of a tensor that this class does not gather itself. A collective under FSDP2.
+
+        Every rank has the tensor whole until its last range, because the holders of its ranges may be all ranks.
+        """
         if meta.range is None or meta.range.is_first:
             self._gather.across += hasattr(tensor, "full_tensor")
         if meta.range is None:
             return Pieces.whole(full(tensor))
-        whole = full(tensor) if meta.range.is_first else None
-        if not self._gather.is_local_main:
-            return Pieces.whole(torch.empty(0))
-        if whole is not None:
+        if meta.range.is_first:
+            whole = full(tensor)
             if is_zero3(tensor):  # DeepSpeed frees its copy before the next range is read
                 whole = whole.clone()
             self._held[meta.name] = whole.reshape(-1)
         flat = self._held[meta.name]
         if meta.range.is_last:
             del self._held[meta.name]
+        if self.local_rank != holder:
+            return Pieces.whole(torch.empty(0))
         parts = [flat[first:end] for first, end in meta.range.intervals(flat.numel())]
         return Pieces.whole(joined(parts, meta.dtype, flat.device))
 

@@ -3,7 +3,7 @@
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from ..engine.group import EngineGroup
@@ -28,9 +28,10 @@ class WeightSync:
     timings = sync.run(WeightVersion(update=1, step=0))   # a collective; the engines then serve version 1
     ```
 
-    Four stages overlap, each on another bucket: k+1 crosses the network, each node puts k together, a thread of the
-    local main process copies k-1 into a slot, and the engines load k-2. Only the main thread issues collectives. The
-    engines get one request per update, and their workers follow the buckets by signals.
+    Four stages overlap, each on another bucket: k+1 crosses the network, each node puts k together, a thread copies
+    k-1 into a slot, and the engines load k-2. Only the main thread issues collectives. The engines get one request per
+    update, and their workers follow the buckets by signals. The local main process copies every bucket; if each has a
+    slot of its own, the ranks of the node take turns.
 
     Args:
         source (`WeightSource`):
@@ -141,6 +142,10 @@ class WeightSync:
         """Whether every bucket has a slot of its own on this node."""
         return self._transport.staged
 
+    def join(self, descriptor: Sequence[int]) -> None:
+        """Copy every bucket whose turn it is into the slots of this node's local main process. Other ranks only."""
+        self._slots = self._transport.join(descriptor, self._layouts)
+
     def _open_slots(self, engines: EngineGroup) -> None:
         """Open the transport's slots in all engines. While one is lost, new slots are in host memory, and those of a
         transport that needs all engines are replaced."""
@@ -190,8 +195,9 @@ class WeightSync:
             `WeightVersionError`: if an engine's workers committed another version than `version`.
         """
         self.settle()
-        if self._slots is None or self._in_slots is None:
-            self.forget_slots()
+        if self._slots is not None:
+            self._transport.open_in_workers(self._slots, engines, self._layouts)
+        if self._in_slots is None:
             return SyncTimings(version=version)
         if self._in_slots != version:
             raise WeightSyncError(
@@ -199,7 +205,6 @@ class WeightSync:
             )
         kept, self._first = self._first, 0
         timings = SyncTimings(self.num_bytes, len(self.buckets), version=version)
-        self._transport.open_in_workers(self._slots, engines, self._layouts)
         self._send(engines, self._slots, timings, lambda timings, sender: None)
         timings.add(self.settle())
         self._first = kept
@@ -233,7 +238,7 @@ class WeightSync:
         staged = self.staged and slots is self._slots
         try:
             sending: AbstractContextManager[BucketSender | None] = nullcontext()
-            if engines is not None and slots is not None:
+            if slots is not None:
                 update = UpdateWeights(
                     version=timings.version,
                     turn=slots.signals.begin(),
@@ -241,7 +246,8 @@ class WeightSync:
                     in_flight=self.in_flight,
                     recompute_kv=self.recompute_kv,
                 )
-                sending = BucketSender(engines, slots, self._layouts, timings, update, staged)
+                group = engines or EngineGroup()
+                sending = BucketSender(group, slots, self._layouts, timings, update, staged)
                 self._in_slots = None
             with sending as sender:
                 fill(timings, sender)
@@ -268,19 +274,27 @@ class WeightSync:
 
         All ranks release the buckets in the same order, each after its copy, because a release may be a collective.
         """
+        holders = self._source.ranks if self.staged else 1
+        if holders > 1:
+            # the engines of this node have loaded what its ranks now overwrite
+            self._source.meet()
         with ExitStack() as everything:
             begun: deque[tuple[ExitStack, Finish]] = deque()
             previous = ExitStack()
             for index in range(self._first, len(self.buckets)):
                 with timings.stage("gather_s", self._source.device):
                     while len(begun) < 2 and index + len(begun) < len(self.buckets):
-                        bucket = self.buckets[index + len(begun)]
+                        coming = index + len(begun)
+                        gathering = self._source.gathering(self.buckets[coming], coming % holders)
                         own = everything.enter_context(ExitStack())
-                        begun.append((own, own.enter_context(self._source.gathering(bucket))))
+                        begun.append((own, own.enter_context(gathering)))
                     current, finish = begun.popleft()
                     pieces = finish()
                 self.num_gathered = index + 1
-                if sender is not None:
+                if sender is not None and index % holders == self._source.local_rank:
                     current.callback(sender.send(index, pieces).result)
                 previous.close()
                 previous = current
+        if holders > 1:
+            # the ranks of this node have copied every bucket
+            self._source.meet()

@@ -16,6 +16,7 @@ from ..run.gpu_variables import visible_devices
 from ..run.reporter import warn
 from ..run.topology import EngineDevices
 from ..transports.base import SELF_TEST_S, Machine, Slots, SlotSettings, call_with_timeout
+from ..transports.host_memory import HostSlots, path_of
 from ..transports.opening import TRANSPORTS
 from ..wire.messages import NUM_SLOTS, CheckSlot, OpenSlots, TensorSpec
 
@@ -103,6 +104,15 @@ class Transport(SlotSettings):
         self.largest = max(chain.from_iterable(layouts), key=lambda spec: spec.num_bytes)
         if self.kind == "host":
             self._reserved = self._make("host", layouts)
+
+    @property
+    def reserved_at(self) -> tuple[int, int]:
+        """Descriptor of the reserved slots' file; zeros if none are reserved here."""
+        return self._reserved.descriptor if isinstance(self._reserved, HostSlots) else (0, 0)
+
+    def join(self, descriptor: Sequence[int], layouts: Layouts) -> Slots:
+        """Return the slots of this node's local main process, on another of its ranks."""
+        return HostSlots(self._sizes(layouts), self, path_of(*descriptor))
 
     def close(self) -> None:
         """Give back memory that was reserved and not used."""

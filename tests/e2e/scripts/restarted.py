@@ -140,10 +140,10 @@ def watch_buckets(rows: Rows) -> None:
     source, third = sync._source, sync.buckets[min(2, len(sync.buckets) - 1)]
     gathering = source.gathering
 
-    def begun(bucket):
+    def begun(bucket, holder):
         if bucket is third:
             rows.kill("sync", rows.trainer.vllm_generation.version.update)
-        return gathering(bucket)
+        return gathering(bucket, holder)
 
     source.gathering = begun
 
