@@ -4,7 +4,7 @@
     python benchmarks/training.py --quick    # two cells with few repeats: a minute
 
 One rank and an engine of this process that answers at once. Arms take turns within one training, in another order each
-time, so drift of the machine meets all of them:
+time, so drift of the machine meets all of them. In each turn they get the same rows:
 
     pass      TRL's scoring pass before the losses
     loss      the losses' own log-probs (`trl_multinode/rollouts/loss_scores.py`)
@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,15 +46,20 @@ ROWS, TOKENS, PROMPT = 8, 192, 32
 SETTINGS = {
     "num_generations": 4, "per_device_train_batch_size": ROWS // 2, "gradient_accumulation_steps": 2,
     "max_completion_length": TOKENS, "logprob_divergence_limit": 0.0, "learning_rate": 0.0, "optim": "sgd",
-    "rollout_seed": 1, "logging_steps": 1000,
+    "rollout_seed": 1, "logging_steps": 1000, "shuffle_dataset": False,
 }  # fmt: skip
 
 
 class Instant(agents.ScriptedEngine):
-    """Engine that answers with tokens of its seed."""
+    """Engine that answers the n-th time with the same tokens as `num_generations` times before."""
+
+    answers: Counter[tuple[int, ...]] = Counter()
 
     def row(self, prompt: Any, seed: int, max_tokens: int) -> Rollout:
-        random = np.random.default_rng([seed, *prompt])
+        key = tuple(map(int, prompt))
+        number = self.answers[key] % SETTINGS["num_generations"]
+        self.answers[key] += 1
+        random = np.random.default_rng([number, *key])
         tokens = random.integers(10, 250, random.integers(TOKENS // 2, TOKENS)).astype(np.int32)
         logprobs = random.normal(-5.5, 0.2, len(tokens)).astype(np.float32)
         return Rollout(tokens, logprobs, self.version, 0)
@@ -92,7 +97,10 @@ def trained(arms: tuple[str, ...], steps: int, **settings: Any) -> Turns:
     """Train, and return what the callback has kept."""
     turns = Turns(arms, keeps_gradients=len(arms) == 1)
     agents.agent_model = lambda seed=0: tiny_qwen2(300, tied=False, layers=6, hidden=256)
-    prompts = np.random.default_rng(0).integers(97, 122, (steps * ROWS, PROMPT))
+    per_step = ROWS // SETTINGS["num_generations"]
+    random = np.random.default_rng(0)
+    prompts = random.integers(97, 122, (steps // len(arms), 1, per_step, PROMPT))
+    prompts = prompts.repeat(len(arms), axis=1).reshape(-1, PROMPT)
     dataset = Dataset.from_dict({"prompt": ["".join(map(chr, row)) for row in prompts]})
     with tempfile.TemporaryDirectory() as folder, agents.engines_here(lambda *_: "", kind=Instant):
         trainer = agents.ours(
