@@ -12,6 +12,9 @@ on links of 1 Gbit/s. Arms take turns in the same ranks (`benchmarks/sync_rank.p
               without HTTP, and `is_main_process`, which is true on every local main process: TRL has one sender and
               one server, here every node's engine is fed, so that all arms do the same work. Both favour TRL.
     world     ours, but one all-gather of the world per bucket instead of node first
+    ahead     ours with a slot for each bucket, as a run that generates ahead has it: the seconds are the pause of
+              training, and the engines load after it
+    alone     the same without engines, so that nothing is loaded
 
 The engines of the two-node cells are vLLM's CPU build, those of four nodes the fake engine of the test kit (its load
 is a copy too), because four vLLMs do not fit on two cores.
@@ -33,7 +36,7 @@ from multinode_kit.nodes import Nodes
 
 FOLDER = Path(__file__).parent
 LINKS = {"free": None, "1 Gbit/s": 1000}
-ARMS = ("ours", "trl", "world", "control")
+ARMS = ("ours", "trl", "world", "control", "ahead", "alone")
 DEEPSPEED = ZERO3 | {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,
@@ -119,10 +122,8 @@ def summarize(ranks: list[dict], common: dict, num_nodes: int) -> dict:
         max(s.values()) + (sum(s.values()) - max(s.values())) / common["buckets"] for s in stages
     ]
     world = num_nodes * RANKS_PER_NODE
-    cpu, check = (
-        [sum(rank["ours"][i][key] for rank in ranks) for i in repeats]
-        for key in ("cpu_s", "check_cpu_s")
-    )
+    cpu = {arm: [sum(rank[arm][i]["cpu_s"] for rank in ranks) for i in repeats] for arm in ARMS}
+    check = [sum(rank["ours"][i]["check_cpu_s"] for rank in ranks) for i in repeats]
     return {
         "model_mb": round(common["model_bytes"] / 1e6, 1),
         "buckets": common["buckets"],
@@ -140,10 +141,16 @@ def summarize(ranks: list[dict], common: dict, num_nodes: int) -> dict:
         "speedup_over_trl": ratios(wall["trl"], wall["ours"]),
         "speedup_over_world": ratios(wall["world"], wall["ours"]),
         "control_ratio": ratios(wall["control"], wall["ours"]),
+        "trainer_pause_ratio": ratios(wall["ahead"], wall["alone"]),
+        "cpu_speedup_over_trl": ratios(cpu["trl"], cpu["ours"]),
+        "cpu_control_ratio": ratios(cpu["control"], cpu["ours"]),
         "gb_per_s": spread([common["model_bytes"] / 1e9 / s for s in wall["ours"]]),
-        "cpu_s": spread(cpu),  # of all ranks and engines
-        "cpu_share": spread([a / (len(CORES) * b) for a, b in zip(cpu, wall["ours"], strict=True)]),
-        "check_share": spread([a / b for a, b in zip(check, cpu, strict=True)]),
+        "cpu_s": spread(cpu["ours"]),  # of all ranks and engines
+        "cpu_s_of": {arm: spread(cpu[arm]) for arm in ARMS},
+        "cpu_share": spread(
+            [a / (len(CORES) * b) for a, b in zip(cpu["ours"], wall["ours"], strict=True)]
+        ),
+        "check_share": spread([a / b for a, b in zip(check, cpu["ours"], strict=True)]),
         "extra_memory_buckets": round(max(r["memory"]["ours"] for r in ranks) / common["limit"], 2),
         "extra_memory_buckets_trl": round(
             max(r["memory"]["trl"] for r in ranks) / common["limit"], 2

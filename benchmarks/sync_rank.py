@@ -58,6 +58,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from multinode_kit.engines import running_engines
+from trl_multinode.engine.group import EngineGroup
 from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights.buckets import slot_layout
 from trl_multinode.weights.gathering import ShardGather
@@ -66,6 +67,7 @@ from trl_multinode.weights.sender import BucketSender
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.timings import SyncTimings
+from trl_multinode.weights.transport import Transport
 from trl_multinode.wire.messages import NUM_SLOTS, UpdateWeights, WeightVersion
 
 folder, size, engine_module, repeats, arms = Path(sys.argv[1]), sys.argv[2], *sys.argv[3:6]
@@ -144,6 +146,9 @@ class Arms:
         }
         self.syncs["control"] = self.syncs["ours"]
         self.syncs["trl"] = WeightSync(Whole(model, torch.float32, node_first), engines, limit)
+        no_engine = None if engines is None else EngineGroup()
+        self.syncs["ahead"] = self.staged(model, node_first, engines, limit)
+        self.syncs["alone"] = self.staged(model, node_first, no_engine, limit)
         self.check_cpu_s = 0.0
         ours = self.syncs["ours"]._source
         ours.check = partial(self.timed_check, ours.check)
@@ -157,6 +162,18 @@ class Arms:
         )
         self.trl.vllm_client = PerParameter(engines, self.syncs["trl"]) if main else None
 
+    @staticmethod
+    def staged(model, gather: ShardGather, engines: EngineGroup | None, limit: int) -> WeightSync:
+        """Return a sync with a slot for each bucket."""
+        transport = Transport(staged=True)
+        sync = WeightSync(ModuleSource(model, torch.float32, gather), engines, limit, transport)
+        if engines is not None:
+            transport.reserve(sync._layouts)
+        descriptor = gather.meet(*transport.reserved_at)
+        if engines is None:
+            sync.join(descriptor)
+        return sync
+
     def timed_check(self, check, *arguments) -> None:
         """Add up the CPU seconds of the check for NaN, which is part of our sync."""
         start = time.process_time()
@@ -166,8 +183,12 @@ class Arms:
     def open(self, arm: str) -> None:
         """The arm's own slots and buckets, outside of the time: an engine has one plan at a time."""
         sync = self.syncs[arm]
-        if sync._engines is not None:
-            sync._slots = sync._transport.open(self.engines, sync._layouts)
+        if sync._engines is None:
+            return
+        if sync._slots is not None and sync.staged:
+            sync._transport.open_in_workers(sync._slots, sync._engines, sync._layouts)
+        else:
+            sync._slots = sync._transport.open(sync._engines, sync._layouts)
 
     def run(self, arm: str) -> SyncTimings | None:
         self.update += 1
@@ -178,6 +199,11 @@ class Arms:
             self.trl.vllm_client.version = version
         self.trl.sync_weights()
         return None
+
+    def settle(self, arm: str) -> None:
+        """Wait until the engines have loaded what they load beside training."""
+        self.syncs[arm].settle()
+        dist.barrier()
 
 
 def inbound_bytes() -> int:
@@ -221,6 +247,7 @@ def timed(arms: Arms, arm: str) -> dict:
     across, within = counted.get("across", 0), counted.get("within", 0)
     dist.barrier()  # the slowest node's engine has the weights
     wall = time.perf_counter() - start
+    arms.settle(arm)
     found = {"cpu_s": cpu_seconds(arms.engines) - cpu_before, "check_cpu_s": arms.check_cpu_s}
     found |= {
         "wall_s": wall,
@@ -260,9 +287,14 @@ def measure(arms: Arms, model, engines, names: Sequence[str]) -> dict:
         result["stale"].append(difference(model, engines) if arms.update else 9.0)
         arms.open(arm)
         arms.run(arm)
+        arms.settle(arm)
         # the link does not matter, and blocks that glibc keeps later would be counted
         if arm not in arms.memory:
             arms.memory[arm] = memory_peak(lambda arm=arm: arms.run(arm))
+        arms.settle(arm)
+        if arm == "alone":
+            arms.open("ours")
+            arms.run("ours")
         result["fresh"].append(difference(model, engines))
     # glibc's own limit; the time of a sync is that of a process that keeps them
     keep_freed_blocks(32 << 20)
