@@ -221,7 +221,9 @@ def test_numbers_of_the_plan_are_those_of_the_commands_and_divide(
     assert given["--max_completion_length"] == "512"
     a_rank = int(given["--per_device_train_batch_size"])
     a_rank *= int(given["--gradient_accumulation_steps"])
-    assert abs(6 * a_rank - rows) <= 6
+    # in flight a rank has whole groups
+    step = 8 if int(given["--max_staleness"]) > 1 else 1
+    assert abs(6 * a_rank - rows) <= 6 * step
     assert any(f"{6 * a_rank} instead of {rows} rows" in line for line in lines) == (
         6 * a_rank != rows
     )
