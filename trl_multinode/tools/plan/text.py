@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill as wrap
 
+from ...run import memory
 from .. import config
 from ..check.launch import Batch
 from ..layout import Layout as ConfigLayout
@@ -69,7 +70,7 @@ def text_of(task: Task, splits: list[Layout], colocated: list[Layout], asked: As
         best_of=best_of,
         aligned=aligned,
         gib=lambda num_bytes: f"{num_bytes / hardware.GIB:.1f}",
-        rates=vars(rounds) | vars(layouts) | vars(training) | vars(hardware),
+        rates=vars(rounds) | vars(layouts) | vars(training) | vars(hardware) | vars(memory),
     )
     tables, answers, commands, assumed = str(filled).split("\n====\n")
     lines = [
