@@ -34,6 +34,8 @@ from trl_multinode.tools.plan.sync_seconds import (
     Cell,
     Rates,
     Sync,
+    load_seconds,
+    pause_seconds,
     projected,
     seconds,
     stage_seconds,
@@ -61,6 +63,7 @@ SOURCES = {
             "https://github.com/NVIDIA/nccl-tests/issues/290"),
     "locked": ("PCIe 5 x16, page-locked", "chosen: others measured 53 from an H100, and 35 to 57 to it", NVBANDWIDTH),
     "pageable": ("PCIe 5 x16, not page-locked", "assumed: one core copies into the driver's buffers", None),
+    "host_memory": ("all GPUs of a node into its memory", "assumed, low", None),
     "nvlink": ("NVLink 4, between two GPUs", "four fifths of 380, which others measured between two H100", NVLINK),
     "device": ("copy within a GPU", "half of 2570 of reading and writing, measured by others", NVLINK),
     "pack": ("packing in the engine", "assumed", None),
@@ -167,6 +170,24 @@ def extrapolate(rates: Rates, rails: int | None, **locks: bool) -> list[dict]:
     return rows
 
 
+def pauses(rates: Rates, rails: int | None, **locks: bool) -> list[dict]:
+    """Return one row per model, with the seconds for which training waits if every bucket has a slot of its own."""
+    rows = []
+    for name, model in MODELS.items():
+        syncs = {nodes: model.sync(nodes, rails, **locks) for nodes in NODES}
+        rows.append(
+            {
+                "model": name,
+                "split": f"{model.ranks}+{model.reserved}",
+                "seconds": {
+                    nodes: round(pause_seconds(sync, rates), 2) for nodes, sync in syncs.items()
+                },
+                "load_s": round(load_seconds(syncs[2], rates), 2),
+            }
+        )
+    return rows
+
+
 def slowest(sync: Sync, rates: Rates) -> str:
     """Return the name of the stage behind which the others hide."""
     stages = stage_seconds(sync, rates)
@@ -239,6 +260,15 @@ def tables(found: dict) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     )
     for words, rows in found["projected"].items():
         yield grid(rows, words)
+    for words, rows in found["pauses"].items():
+        yield (
+            f"Seconds for which training waits with a slot for each bucket, {words}",
+            ["model", "split", *map(str, NODES), "load and commit, beside it"],
+            [
+                [row["model"], row["split"], *(f"{s:.2f}" for s in row["seconds"].values()), f"{row['load_s']:.1f}"]
+                for row in rows
+            ],
+        )  # fmt: skip
     yield (
         "Seconds through host memory on 64 nodes, page-locked or not, one NIC per training rank",
         ["page-locked", *MODELS],
@@ -307,6 +337,7 @@ def project(
         "projected": {
             words: extrapolate(rates, number, **locks) for words, number in networks.items()
         },
+        "pauses": {words: pauses(rates, number, **locks) for words, number in networks.items()},
         "page_locks": page_locks(rates),
         "published": [beside(other, rates) for other in PUBLISHED],
         "others": OTHERS,
@@ -321,6 +352,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--nic", type=float, default=400, help="Gbit/s of one NIC (default: 400)")
     parser.add_argument(
         "--gpu-host", type=float, default=40, help="GB/s between GPU and page-locked memory (40)"
+    )
+    parser.add_argument(
+        "--host-memory", type=float, default=100, help="GB/s of all GPUs of a node into it (100)"
     )
     parser.add_argument(
         "--nvlink", type=float, default=300, help="GB/s between two GPUs of a node (default: 300)"
@@ -341,7 +375,11 @@ def main() -> None:
     """Check the formula against the measured cells, then print and record the projection."""
     options = arguments().parse_args()
     rates = replace(
-        RATES, nic=options.nic * GBIT, locked=options.gpu_host * 1e9, nvlink=options.nvlink * 1e9
+        RATES,
+        nic=options.nic * GBIT,
+        locked=options.gpu_host * 1e9,
+        host_memory=options.host_memory * 1e9,
+        nvlink=options.nvlink * 1e9,
     )
     locked = {side: options.unlocked not in (side, "both") for side in ("sender", "worker")}
     found = project(rates, options.rails, **locked)

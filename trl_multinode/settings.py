@@ -149,11 +149,10 @@ class Settings:
     sync_bucket_mb: Annotated[float, Number("MiB", above=0, most=65536)] = setting(
         512.0,
         "Largest bucket in which weights are gathered and sent; a larger tensor (an embedding, fused experts) is "
-        "sent in ranges. The node reserves room for two of them in `/dev/shm` while its engines start, or with "
-        "`max_staleness` for all. Peak extra memory is three buckets on a training rank, and two (on a GPU three), "
-        "the largest layer and the worker's part of it in each worker of an engine. Only a tensor into which an "
-        "adapter is merged is sent in one piece. See "
-        "docs/inside/weight-sync.md.",
+        "sent in ranges. The node reserves room for two of them in `/dev/shm` while its engines start, with "
+        "`max_staleness` for the whole model if there is room. Peak extra memory is three buckets on a training rank, "
+        "and two (on a GPU three), the largest layer and the worker's part of it in each worker of an engine. Only a "
+        "tensor into which an adapter is merged is sent in one piece. See docs/inside/weight-sync.md.",
     )
     weight_transport: Annotated[str, OneOf(WEIGHT_TRANSPORTS)] = setting(
         "auto",

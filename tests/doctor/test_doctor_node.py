@@ -9,6 +9,7 @@ import psutil
 import pytest
 from doctoring import case, model_in, results
 
+from trl_multinode.run import memory
 from trl_multinode.tools.check.launch import Engines
 from trl_multinode.tools.doctor import cores, models, network, storage
 from trl_multinode.tools.doctor.cores import cores_of_task, examine_cores, examine_limits
@@ -91,7 +92,7 @@ def test_open_files_must_suffice_for_the_connections_of_node_0(monkeypatch, node
 
 
 @pytest.mark.nightly
-def test_locked_memory_must_hold_the_slots_of_a_launch_on_gpus(monkeypatch):
+def test_locked_memory_must_hold_the_slots_of_a_launch_on_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(
         resource,
         "getrlimit",
@@ -100,8 +101,12 @@ def test_locked_memory_must_hold_the_slots_of_a_launch_on_gpus(monkeypatch):
     facts, (finding,) = results(examine_limits, case())
     assert facts["ulimit -l"] == "8 MiB" and finding.severity == "warning"
     assert "8 MiB" in finding.what and "1 GiB" in finding.what
-    assert results(examine_limits, case(values={"sync_bucket_mb": 4}))[1] == []
+    small = {"sync_bucket_mb": 4}
+    assert results(examine_limits, case(values=small))[1] == []
     assert results(examine_limits, case(gpus=0))[1] == []
+    model = str(model_in(tmp_path, megabytes=9))
+    (finding,) = results(examine_limits, case(model=model, values=small | {"max_staleness": 1}))[1]
+    assert "9 MiB" in finding.what
 
 
 # ---- shared memory and disks
@@ -130,6 +135,51 @@ def test_shared_memory_must_hold_both_slots_and_vllms_queues(monkeypatch):
     assert results(examine_shared_memory, case(values={"sync_bucket_mb": "256"}))[1] == []
     two = case(values={"sync_bucket_mb": 400}, engines=Engines(num_engines=2))
     assert len(results(examine_shared_memory, two)[1]) == 1
+
+
+SMALL = {"sync_bucket_mb": 4, "max_staleness": 1}
+
+
+@pytest.mark.parametrize(
+    ("dev", "left", "about"),
+    [
+        # 40 MiB of weights with a header, 160 of vLLM's queues, and twice the weights in memory
+        (201, 81, None),
+        (199, 81, "/dev/shm"),
+        (201, 79, "memory"),
+    ],
+)
+def test_a_slot_for_each_bucket_that_does_not_fit_is_a_warning(
+    dev, left, about, monkeypatch, tmp_path
+):
+    free(monkeypatch, dev=dev << 20)
+    monkeypatch.setattr(memory, "memory_left", lambda: left << 20)
+    model = str(model_in(tmp_path, megabytes=40))
+    facts, findings = results(examine_shared_memory, case(model=model, values=SMALL))
+    assert "168 MiB needed, 40 MiB for" in facts["/dev/shm"]
+    assert [(one.severity, one.about) for one in findings] == (
+        [("warning", about)] if about else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "megabytes"),
+    [
+        ({}, 40),
+        ({"bf16": False, "fp16": True}, 40),
+        ({"bf16": False}, 80),  # engines in float32
+        ({"max_staleness": 0}, 0),
+        ({"weight_transport": "nccl"}, 0),
+        ({"use_peft": True}, 0),
+        ({"use_peft": True, "lora_sync": "merged"}, 40),
+    ],
+)
+def test_only_a_run_ahead_that_sends_all_weights_through_the_host_has_a_slot_for_each_bucket(
+    changes, megabytes, tmp_path
+):
+    model = str(model_in(tmp_path, megabytes=40))
+    of = case(model=model, values=SMALL | changes)
+    assert models.all_slots_bytes(of) == pytest.approx(megabytes << 20, abs=1 << 10)
 
 
 @pytest.mark.nightly

@@ -10,8 +10,9 @@ import torch
 from plan_kit import PARAMETERS, layouts, size, task
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from trl_multinode.tools.plan.layouts import sync_seconds
+from trl_multinode.tools.plan.layouts import sync_seconds, weight_sync
 from trl_multinode.tools.plan.model_size import size_of
+from trl_multinode.tools.plan.sync_seconds import load_seconds
 from trl_multinode.tools.plan.training import (
     LAYER_BYTES,
     LIVE_PARAMETERS,
@@ -151,10 +152,12 @@ def test_a_backward_pass_needs_the_memory_that_it_has_at_its_peak(kind):
 
 
 def test_a_sync_takes_the_seconds_of_the_benchmarks_projection():
-    found = json.loads((RESULTS / "projection.json").read_text())["projected"]["one NIC per node"]
+    recorded, network = json.loads((RESULTS / "projection.json").read_text()), "one NIC per node"
+    found = recorded["projected"][network]
     cells = {
         (row["model"], row["split"]): row["seconds"] for row in found if row["transport"] == "host"
     }
+    pauses = {row["model"]: row for row in recorded["pauses"][network]}
     compared = 0
     for (name, split), took in cells.items():
         if name not in PARAMETERS:
@@ -166,6 +169,12 @@ def test_a_sync_takes_the_seconds_of_the_benchmarks_projection():
             )
             layout = layouts(plan)[split, reserved]
             assert sync_seconds(plan, layout) == pytest.approx(took[str(nodes)], abs=0.006)
+            seconds, pause = layout.seconds, pauses[name]["seconds"][str(nodes)]
+            if seconds is not None:
+                assert seconds.pause == pytest.approx(pause, abs=0.006)
+            assert load_seconds(weight_sync(plan, layout)) == pytest.approx(
+                pauses[name]["load_s"], abs=0.006
+            )
             slow = replace(plan, cluster=replace(plan.cluster, link=plan.cluster.link / 10))
             assert sync_seconds(slow, layout) > 2 * sync_seconds(plan, layout)
             compared += 1

@@ -11,6 +11,8 @@ from trl_multinode.tools.plan.sync_seconds import (
     Cell,
     Rates,
     Sync,
+    load_seconds,
+    pause_seconds,
     pipelined,
     projected,
     seconds,
@@ -55,6 +57,28 @@ def test_the_slowest_stage_counts_in_full_and_the_others_with_one_bucket():
     commit = stages.pop("commit")
     slowest, rest = max(stages.values()), sum(stages.values()) - max(stages.values())
     assert projected(SYNC, RATES) == pytest.approx(slowest + rest / (80 * GB / BUCKET) + commit)
+
+
+def test_with_a_slot_for_each_bucket_training_waits_for_seven_copies_at_a_time_and_for_no_load():
+    ranks, across = SYNC.ranks, 0.75 * 80 / (7 * 50 * 0.92)
+    within, copy = 6 / 7 * 80 / 300 / ranks, 80 / 40 / ranks
+    sync = replace(SYNC, rails=7)
+    fast = replace(RATES, host_memory=inf)
+    one_bucket = ranks / sync.buckets
+    assert pause_seconds(sync, fast) == pytest.approx(copy + (across + within) * one_bucket)
+    slow = replace(RATES, host_memory=100 * GB)
+    assert pause_seconds(sync, slow) == pytest.approx(80 / 100 + (across + within) * one_bucket)
+    # one NIC is slower than seven links to host memory
+    across *= 7
+    assert pause_seconds(SYNC, fast) == pytest.approx(across + (copy + within) * one_bucket)
+    stages = stage_seconds(SYNC, RATES)
+    assert load_seconds(SYNC, RATES) == stages["load"] + stages["commit"]
+
+
+def test_a_model_of_one_bucket_has_one_copy_at_a_time():
+    sync, rates = Sync(BUCKET, nodes=1), replace(RATES, host_memory=inf)
+    stages = stage_seconds(sync, rates)
+    assert pause_seconds(sync, rates) == pytest.approx(stages["within"] + stages["copy"])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -19,9 +19,10 @@ from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.client import EngineClient
 from trl_multinode.engine.group import EngineGroup
 from trl_multinode.errors import EngineError, WeightSyncError
+from trl_multinode.run import memory
+from trl_multinode.run.memory import memory_left
 from trl_multinode.transports.host_memory import HostSlots
-from trl_multinode.weights import building
-from trl_multinode.weights.building import SyncPlan, memory_left, reserve_slots, stages
+from trl_multinode.weights.building import SyncPlan, reserve_slots, stages
 from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource
 from trl_multinode.weights.source import ModuleSource, WeightSource
@@ -269,7 +270,7 @@ def test_runs_that_generate_ahead_have_a_slot_for_each_bucket(kind, ahead, plan,
 def test_without_memory_for_all_buckets_two_slots_are_reserved_and_the_reason_is_returned(
     left, staged, monkeypatch
 ):
-    monkeypatch.setattr(building, "memory_left", lambda: left)
+    monkeypatch.setattr(memory, "memory_left", lambda: left)
     transport = Transport(staged=True)
     source = ModuleSource(tiny_qwen2(), torch.float32)
     buckets = WeightSync(source, None, LIMIT).buckets

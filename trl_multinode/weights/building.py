@@ -1,15 +1,13 @@
 """Choice of the weights that a sync sends, with the reason, and construction of the sync."""
 
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 
 from ..engine.node_engines import NodeEngines
 from ..errors import ConfigurationError, WeightSyncError
+from ..run.memory import obstacle_to_slots
 from ..run.topology import Topology
 from .buckets import slot_layout
 from .gathering import ShardGather
@@ -18,8 +16,6 @@ from .source import ModuleSource
 from .sync import WeightSync
 from .transport import Transport
 from .tying import check_tied_head
-
-STAGED_SHARE = 0.5  # largest share of the memory that is left for slots of all buckets
 
 
 @dataclass(frozen=True)
@@ -114,13 +110,9 @@ def reserve_slots(
     ]
     reason = None
     if transport.staged:
-        needed, left = sum(layout[-1].end for layout in layouts), memory_left()
         try:
-            if needed > STAGED_SHARE * left:
-                raise WeightSyncError(
-                    f"a slot for each bucket takes {needed >> 20} MiB, more than half of the {left >> 20} MiB of "
-                    "memory that are left"
-                )
+            if obstacle := obstacle_to_slots(sum(layout[-1].end for layout in layouts)):
+                raise WeightSyncError(obstacle)
             transport.reserve(layouts)
         except WeightSyncError as error:
             transport.staged, reason = False, str(error)
@@ -136,18 +128,6 @@ def stages(plan: SyncPlan, transport: Transport, ahead: bool) -> bool:
     base.
     """
     return ahead and transport.kind == "host" and not plan.serves_adapter
-
-
-def memory_left(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes of memory that this container may still take."""
-    left = psutil.virtual_memory().available
-    with suppress(OSError, ValueError, StopIteration):  # no limit, or no cgroup of version 2
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-        lines = (cgroup / "memory.stat").read_text().splitlines()
-        cached = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-        left = min(left, limit - used + cached)
-    return left
 
 
 def checked_with_engines(

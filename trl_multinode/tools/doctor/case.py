@@ -55,5 +55,14 @@ class Case:
 
     @property
     def slots_bytes(self) -> int:
-        """Return the bytes of the weight sync's slots."""
+        """Return the bytes of the two slots that every weight sync needs."""
         return NUM_SLOTS * int(float(self.value("sync_bucket_mb", 512)) * 2**20)
+
+    @property
+    def wants_all_slots(self) -> bool:
+        """Return whether the arguments ask for a slot for each bucket, as `weights/building.py: stages` decides."""
+        ahead = self.launch.script.node_mode and self.value("max_staleness", 0) > 0
+        sends_adapter = self.value("use_peft") and self.value("lora_sync") != "merged"
+        return (
+            ahead and not sends_adapter and self.value("weight_transport") in (None, "auto", "host")
+        )

@@ -10,6 +10,7 @@ import psutil
 
 from .case import Case
 from .facts import Fact, Finding, size
+from .models import all_slots_bytes
 
 CGROUP = Path("/sys/fs/cgroup")
 CONNECTIONS = 3  # of each rank to the run's store, on node 0
@@ -101,12 +102,13 @@ def examine_limits(case: Case) -> Iterator[Fact | Finding]:
 def _locked_memory(case: Case) -> Iterator[Fact | Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     yield Fact("ulimit -l", _limit(soft, in_bytes=True))
-    if not case.on_gpus or soft == resource.RLIM_INFINITY or soft >= case.slots_bytes:
+    needed = max(case.slots_bytes, all_slots_bytes(case))
+    if not case.on_gpus or soft == resource.RLIM_INFINITY or soft >= needed:
         return
     yield Finding(
         "warning",
         "ulimit -l",
-        f"`ulimit -l`: {size(soft)} may be locked (expected unlimited, at least {size(case.slots_bytes)} for the"
+        f"`ulimit -l`: {size(soft)} may be locked (expected unlimited, at least {size(needed)} for the"
         " weight sync); NCCL over InfiniBand needs locked memory too",
         "run `ulimit -l unlimited`, or write `LimitMEMLOCK=infinity` for slurmd or containerd (docker: --ulimit"
         " memlock=-1)",

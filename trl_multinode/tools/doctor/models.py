@@ -36,6 +36,16 @@ def find_model(case: Case) -> Model | None:
     return None if name is None else _model(name, case.launch.script.revision)
 
 
+def all_slots_bytes(case: Case) -> int:
+    """Return the bytes of a slot for each bucket: those of the model in the engines' dtype.
+
+    They are 0 if the run has two slots, or if this node does not have the whole model.
+    """
+    model = find_model(case) if case.wants_all_slots else None
+    in_half = case.value("bf16", True) or case.value("fp16")
+    return 0 if model is None else (2 if in_half else 4) * model.parameters
+
+
 @cache
 def _model(name: str, revision: str | None) -> Model | None:
     folder = _snapshot(name, "model", revision)

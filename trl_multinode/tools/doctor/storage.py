@@ -5,15 +5,23 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...run.memory import obstacle_to_slots
 from ...wire.leftovers import leftovers
 from .case import Case
 from .facts import Fact, Finding, size
-from .models import find_model
+from .models import all_slots_bytes, find_model
 
 SHARED_MEMORY = Path("/dev/shm")
 MESSAGE_QUEUES = 160 << 20  # bytes of vLLM's message queues in /dev/shm, per engine
 OPTIMIZER_BYTES = 14  # per parameter in a checkpoint: weights in 2 bytes, and a master copy and two moments in 4 each
 NEARLY_FULL = 1 << 30  # bytes
+MORE_SHARED_MEMORY = (
+    "give the container more shared memory (docker: --shm-size; Kubernetes: the `sizeLimit` of an `emptyDir` with"
+    " `medium: Memory`)"
+)
+MORE_MEMORY = (
+    "raise the limit of memory (docker: --memory; Kubernetes: `limits.memory`; Slurm: --mem)"
+)
 
 
 def free_bytes(path: Path) -> tuple[int, int]:
@@ -29,10 +37,11 @@ def existing(path: Path) -> Path:
 
 
 def examine_shared_memory(case: Case) -> Iterator[Fact | Finding]:
-    """Yield the free shared memory, and an error if the weight sync and vLLM's queues do not fit into it."""
+    """Yield the free shared memory, and a finding if the slots of the weight sync and vLLM's queues do not fit."""
     free, total = free_bytes(SHARED_MEMORY)
-    needed = needed_shared_memory(case)
-    yield Fact("/dev/shm", f"{size(free)} free of {size(total)}, {size(needed)} needed")
+    needed, slots = needed_shared_memory(case), all_slots_bytes(case)
+    wanted = f", {size(slots)} for a slot for each bucket" if slots else ""
+    yield Fact("/dev/shm", f"{size(free)} free of {size(total)}, {size(needed)} needed{wanted}")
     left = list(leftovers(remove=False))
     dead = [each for each in left if each.kept is None]
     held = sum(each.num_bytes for each in dead)
@@ -49,8 +58,21 @@ def examine_shared_memory(case: Case) -> Iterator[Fact | Finding]:
             "/dev/shm",
             f"{SHARED_MEMORY} has {size(free)} free of {size(total)} (expected {size(needed)} for the weight sync"
             f" and {case.engines} engine(s))",
-            "give the container more shared memory (docker: --shm-size; Kubernetes: an `emptyDir` with `medium:"
-            " Memory`), or lower `sync_bucket_mb`",
+            f"{MORE_SHARED_MEMORY}, or lower `sync_bucket_mb`",
+        )
+    elif slots:
+        yield from _all_slots(slots, slots + MESSAGE_QUEUES * case.engines, free + held)
+
+
+def _all_slots(slots: int, needed: int, free: int) -> Iterator[Finding]:
+    """Yield a warning if a slot for each bucket does not fit into the shared memory, or into half of the memory."""
+    about, what, cure = "memory", obstacle_to_slots(slots), MORE_MEMORY
+    if free < needed:
+        what = f"{SHARED_MEMORY} has {size(free)} free (expected {size(needed)} for a slot for each bucket)"
+        about, cure = "/dev/shm", MORE_SHARED_MEMORY
+    if what:
+        yield Finding(
+            "warning", about, f"training will wait until the engines have loaded: {what}", cure
         )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from .engine_memory import EngineMemory, engine_memory, parallel_degrees
 from .rounds import Decoder, generate
-from .sync_seconds import Rates, Sync, projected
+from .sync_seconds import Rates, Sync, load_seconds, pause_seconds, projected
 from .task import Task
 from .training import (
     FREE_SHARE,
@@ -30,13 +30,15 @@ OPEN_ROUNDS = 3
 class Seconds:
     """Seconds of a step and of its parts."""
 
-    sync: float
+    sync: float  # with `max_staleness=0`
     generate: float
     tail: float
     train: float
     after: float  # generation, then training
-    beside: float | None  # `max_staleness=1`; `None` with colocation
-    in_flight: float | None
+    # `None` with colocation
+    pause: float | None = None  # of training, for a sync with `max_staleness` above 0
+    beside: float | None = None  # `max_staleness=1`
+    in_flight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,12 @@ def sync_seconds(task: Task, layout: Layout) -> float:
     """Return the projected seconds of a weight sync; with colocation, of a gather and of waking the engines."""
     if not layout.reserved:
         return gather_seconds(task) + 2 * layout.engine.weights / HOST_LINK + WAKE_S
-    sync = Sync(
+    return projected(weight_sync(task, layout), Rates(nic=task.cluster.link))
+
+
+def weight_sync(task: Task, layout: Layout) -> Sync:
+    """Return the weight sync of a split, through host memory."""
+    return Sync(
         num_bytes=2.0 * task.model.parameters,
         nodes=task.cluster.nodes,
         ranks=layout.training,
@@ -136,7 +143,6 @@ def sync_seconds(task: Task, layout: Layout) -> float:
         tensor_parallel=layout.engine.tensor_parallel,
         calls=task.model.loader_calls,
     )
-    return projected(sync, Rates(nic=task.cluster.link))
 
 
 def _timed(task: Task, layout: Layout) -> Seconds:
@@ -156,14 +162,19 @@ def _timed(task: Task, layout: Layout) -> Seconds:
         train = run.times.train_s * run.training / layout.training
         if layout.reserved:
             sync = run.sync_s
-    return Seconds(
-        sync=sync,
-        generate=took,
-        tail=tail,
-        train=train,
-        after=sync + took + train,
-        beside=sync + max(took, train) if layout.reserved else None,
-        in_flight=sync + max(full, train) if layout.reserved else None,
+    seconds = Seconds(sync, took, tail, train, after=sync + took + train)
+    if not layout.reserved:
+        return seconds
+    pause = load = idle = sync  # a run has measured one of them
+    if run is None:
+        split, rates = weight_sync(task, layout), Rates(nic=task.cluster.link)
+        pause, load = pause_seconds(split, rates), load_seconds(split, rates)
+        idle = pause + load  # of engines that wait for new weights before they begin the next round
+    return replace(
+        seconds,
+        pause=pause,
+        beside=max(pause + train, idle + took),
+        in_flight=max(pause + train, load + full),  # engines generate during the pause
     )
 
 

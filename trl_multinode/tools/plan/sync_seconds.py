@@ -15,6 +15,13 @@ N nodes of R training ranks each; an engine spreads the weights over T GPUs. Rat
 
 `copy` is in a thread of the local main process and `load` in each worker, which copies a bucket and then loads it. A
 side whose memory is not page-locked copies at `pageable`. docs/operate/sizing.md has the source of each rate.
+
+A run that generates ahead has a slot for each bucket in host memory. The ranks of a node take turns to assemble a
+bucket and to copy it into its slot, so L = min(R, buckets) of them work at the same time. Training pauses for
+
+    slowest stage of across, within / L, max(copy / L, B / host_memory) + (sum of the other two) L / buckets
+
+and then trains while the engines load and commit.
 """
 
 from collections.abc import Iterable
@@ -34,6 +41,7 @@ class Rates:
     pageable: float = (
         10e9  # the same through the driver's own small buffers: assumed, one core copies
     )
+    host_memory: float = 100e9  # of what all GPUs of a node write into its memory: assumed, low
     nvlink: float = 300e9  # between two GPUs of a node; 380 of 450 GB/s were measured
     device: float = 1.25e12  # copy within a GPU; 2.57 TB/s of reading and writing were measured
     pack: float = 200e9  # of the engine's packing: assumed
@@ -148,3 +156,17 @@ def projected(sync: Sync, rates: Rates = Rates()) -> float:
     stages = stage_seconds(sync, rates)
     commit = stages.pop("commit")
     return pipelined(stages.values(), sync.buckets) + commit
+
+
+def pause_seconds(sync: Sync, rates: Rates = Rates()) -> float:
+    """Return the projected seconds for which training waits if every bucket has a slot of its own."""
+    stages, ranks = stage_seconds(sync, rates), min(sync.ranks, sync.buckets)
+    copy = max(stages["copy"] / ranks, sync.num_bytes / rates.host_memory)
+    # each of these ranks fills and drains the pipeline with a bucket of its own
+    return pipelined((stages["across"], stages["within"] / ranks, copy), sync.buckets / ranks)
+
+
+def load_seconds(sync: Sync, rates: Rates = Rates()) -> float:
+    """Return the projected seconds of load and commit, which run beside training if every bucket has a slot."""
+    stages = stage_seconds(sync, rates)
+    return stages["load"] + stages["commit"]

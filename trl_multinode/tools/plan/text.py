@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill as wrap
 
+from ...run import memory
 from .. import config
 from ..check.launch import Batch
 from ..layout import Layout as ConfigLayout
@@ -69,7 +70,7 @@ def text_of(task: Task, splits: list[Layout], colocated: list[Layout], asked: As
         best_of=best_of,
         aligned=aligned,
         gib=lambda num_bytes: f"{num_bytes / hardware.GIB:.1f}",
-        rates=vars(rounds) | vars(layouts) | vars(training) | vars(hardware),
+        rates=vars(rounds) | vars(layouts) | vars(training) | vars(hardware) | vars(memory),
     )
     tables, answers, commands, assumed = str(filled).split("\n====\n")
     lines = [
@@ -84,15 +85,19 @@ def text_of(task: Task, splits: list[Layout], colocated: list[Layout], asked: As
     return "\n".join([tables, *lines])
 
 
-def micro_steps(task: Task, best: Layout, group: int) -> tuple[int, int]:
-    """Return rows and number of a rank's micro-batches, with about the planned rows and with whole groups."""
+def micro_steps(task: Task, best: Layout, group: int, in_flight: bool) -> tuple[int, int]:
+    """Return rows and number of a rank's micro-batches, with about the planned rows and with whole groups.
+
+    In flight a group stays on its rank, otherwise the ranks of all nodes may share it.
+    """
+    ranks = 1 if in_flight else task.cluster.nodes * best.training
     planned = task.rows.number / best.training
     most = task.micro_rows or best.micro_rows
     least = math.ceil(planned / most)
     found = []
     # `group` numbers in a row: one of them is a multiple of it, with which any number of rows is
     for steps in range(least, least + group):
-        multiple = group // math.gcd(group, task.cluster.nodes * best.training * steps)
+        multiple = group // math.gcd(group, ranks * steps)
         rows = multiple * min(max(1, round(planned / steps / multiple)), most // multiple)
         if rows:
             found.append((abs(rows * steps - planned), steps, rows))
