@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -35,11 +36,13 @@ from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch.watchdog import Watchdog
+from trl_multinode.weights.probe import probe_tokens
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.transport import Transport
 from trl_multinode.wire.supervisor import descendants, title_of
 
+MOMENTS = ("load", "copy", "generation", "idle")
 PROMPTS = [[5, 6, 7]] * 4 + [[8, 9]] * 4
 ROUNDS = 3
 STALL_S = 5.0  # of an engine that is stopped; the tested limit
@@ -426,6 +429,46 @@ def test_rows_1_2_8_with_a_slot_for_each_bucket_no_rank_gathers_weights_again(no
     assert text.count("from the slots") == 3
     for update in (1, 2, 3):
         assert f"got the weights of update {update} (step {update - 1}) again" in text
+
+
+@pytest.mark.parametrize(
+    ("module", "kills"),
+    [(None, 4), pytest.param(TREE, 2, marks=[pytest.mark.engine, pytest.mark.nightly])],
+)
+def test_rows_1_2_8_log_probs_are_right_after_each_of_twenty_updates_with_random_kills(
+    node, module, kills
+):
+    """With a slot for each bucket: killed idle, while buckets are copied, while it loads, or while it generates."""
+    one = node(module, staged=True, engine_restarts=kills, engine_stall_timeout=120.0)
+    random, updates = Random(34), 20
+    moments = dict(zip(random.sample(range(updates), kills), MOMENTS, strict=False))
+    tokens = probe_tokens(one.model.config.vocab_size)
+    ids = torch.tensor([tokens])
+    for number in range(updates):
+        one.perturb(number)
+        moment = moments.get(number)
+        if moment == "idle":
+            one.kill()
+        elif moment == "copy":
+            one.kill_in_sync()
+        one.generation.begin_round("train", number)
+        one.generation.sync_weights()
+        if moment == "load":
+            one.kill()
+        elif moment == "generation":
+            one.kill_in_generation()
+        with one.generation.recovering():
+            one.generation.generate(PROMPTS, None, 4)
+            # an engine that was killed after its rows comes back in the next round
+            until(lambda: one._fleet.restarts is None or one._fleet.restarts.is_ready(0))
+            one.align()
+        one.done += 1
+        with torch.no_grad():
+            scores = one.model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        expected = scores.gather(1, ids[0, 1:, None])[:, 0]
+        found = torch.from_numpy(one.engines[0].score(tokens).logprobs.copy())
+        assert torch.allclose(found, expected, atol=1e-4), (number, moment)
+    assert one.num_restarts == kills and not one.ends
 
 
 @pytest.mark.parametrize("staged", [True, False])
