@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from waiting import HANG_S
 
 from multinode_kit.engines import FAKE
+from multinode_kit.launch_files import DDP, FSDP2
 from multinode_kit.nodes import Nodes
 from trl_multinode.run.endings import exit_codes
 
@@ -17,16 +18,15 @@ pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 
 
 def end_of_run(
-    folder: Path, case: str, says: str, code: int, per_node: int = 2
+    folder: Path, case: str, says: str, code: int, per_node: int = 2, **kind
 ) -> tuple[set[str], list[str]]:
     """The last lines of all ranks, and their logs. All ranks end with this code, and both nodes note it.
 
     The first rank of node 1 prints `says`.
     """
     files = [folder / f"ending{node}.json" for node in range(2)]
-    with Nodes(
-        2, per_node, folder=folder, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True
-    ) as nodes:
+    env = {"TRL_MULTINODE_ENGINE_MODULE": FAKE}
+    with Nodes(2, per_node, folder=folder, env=env, forked=True, **kind) as nodes:
         copy = {"env_of": lambda node: {"TRL_MULTINODE_ENDING_FILE": str(files[node])}}
         nodes.launch(SCRIPT, str(folder), case, **copy)
         nodes.wait_for(per_node, says, timeout_s=HANG_S)
@@ -120,6 +120,27 @@ def test_a_nan_in_one_shard_ends_the_run_before_it_is_saved_and_the_last_checkpo
         False,
     )
     assert all(tensor.isfinite().all() for tensor in load_file(kept).values())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("diverges accumulated", {"accelerate": DDP}),
+        ("diverges balanced accumulated", {"accelerate": FSDP2}),
+        ("diverges", {"accelerate": FSDP2}),
+        ("diverges balanced", {}),
+    ],
+)
+def test_no_rank_makes_the_step_of_a_round_that_one_engine_sampled_from_other_weights(
+    case, kind, tmp_path
+):
+    """The loss of rank 3 finds it, after its last forward pass; the others wait for its gradients."""
+    lines, _ = end_of_run(tmp_path, case, "the run failed", exit_codes.OTHER, **kind)
+    assert len(lines) == 1 and "LogprobDivergenceError" in lines.pop()
+    made = [(tmp_path / f"steps{rank}").read_text().splitlines() for rank in range(4)]
+    # only that of the first round; DeepSpeed makes another one of no gradients before
+    assert [set(steps) for steps in made] == [{"0"}] * 4
 
 
 @pytest.mark.nightly

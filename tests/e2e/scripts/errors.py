@@ -1,4 +1,4 @@
-"""Runs into an error. Usage: errors.py FOLDER early|small_dataset|shuffled|rates|leaves|alone|long_prompt|nan."""
+"""Runs into an error. Usage: errors.py FOLDER CASE; the branches at the end are the cases."""
 
 import sys
 import time
@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 from common import RANK, WORLD, Recorder, make_trainer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import TrainerCallback
 
 from multinode_kit.models import tiny_qwen2
@@ -109,6 +110,25 @@ elif case == "nan":
     keep = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     trainer = make_trainer(tiny_qwen2(), Recorder(), folder, prompts, **settings, **keep)
     trainer.add_callback(Poison())
+    trainer.train()
+elif case.startswith("diverges"):  # the engine of rank 3 in its second round
+    if "balanced" in case:
+        settings["micro_batch_tokens"] = 128
+    settings["gradient_accumulation_steps"] = 4 if "accumulated" in case else 1
+    steps = Path(folder, f"steps{RANK}")
+    trainer = make_trainer(tiny_qwen2(), Recorder(), folder, prompts, **settings)
+    register_optimizer_step_pre_hook(
+        lambda *_: print(trainer.state.global_step, file=steps.open("a"))
+    )
+    generate = trainer.vllm_generation.generate
+
+    def wrong(*args, **kwargs):
+        prompt_ids, completion_ids, logprobs, *rest = generate(*args, **kwargs)
+        if RANK == 3 and trainer.state.global_step == 1:
+            logprobs = [[[value - 3.0 for value in token] for token in row] for row in logprobs]
+        return prompt_ids, completion_ids, logprobs, *rest
+
+    trainer.vllm_generation.generate = wrong
     trainer.train()
 else:
     trainer = make_trainer(
