@@ -44,12 +44,15 @@ def sync(found: dict) -> str:
     ]
     rows = [
         [f"{arm}, s", *(c["wall_s"][arm] for c in cells)]
-        for arm in ("ours", "trl", "world", "control")
+        for arm in ("ours", "trl", "world", "control", "ahead", "alone")
     ]
     keys = [
         "speedup_over_trl",
         "speedup_over_world",
         "control_ratio",
+        "cpu_speedup_over_trl",
+        "cpu_control_ratio",
+        "trainer_pause_ratio",
         "inbound_ratio",
         "inbound_ratio_trl",
     ]
@@ -84,7 +87,9 @@ SYNC = """Full fine-tuning under ZeRO-3, fp32, nodes in network namespaces on on
 tensor into our slots and loads our buckets (no HTTP), and `is_main_process`, true on every local main process, so that
 the loop feeds each node's engine as ours does and not one server: both in TRL's favour. The object is made without its
 `__init__`.
-`world`: ours with one all-gather of the world per bucket. `control`: ours again.
+`world`: ours with one all-gather of the world per bucket. `control`: ours again. `ahead`: ours with a slot for each
+bucket, where the seconds are the pause of training; `alone`: the same without engines; `trainer_pause_ratio` is the
+first over the second. `cpu_` ratios are of the CPU seconds of all ranks and engines, loads beside training included.
 `wall_vs_stages`: time / (slowest stage + one bucket of the others). `extra_memory_buckets`: peak of a rank, in
 buckets of the largest size that was allowed (40 MiB). `cpu_share`: CPU time of all ranks and engines over that of the
 cores.
