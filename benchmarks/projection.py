@@ -69,7 +69,7 @@ SOURCES = {
     "pack": ("packing in the engine", "assumed", None),
     "hop_s": ("between two nodes of a ring", "NCCL's own model, `hwLat` of src/graph/tuning.cc",
               "https://github.com/NVIDIA/nccl/blob/5067397c2676d5aed50042fc39e5c8ee96eb0027/src/graph/tuning.cc#L171"),
-    "call_s": ("vLLM's loaders, per matrix", "rounded from benchmarks/loader_calls.py, on a CPU", None),
+    "call_s": ("vLLM's loaders, per call", "rounded from benchmarks/loader_calls.py, on a CPU", None),
 }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ class Model:
     """A model in bfloat16 and the split of a node that holds it."""
 
     parameters: float
-    calls: int  # tensors and matrices of experts
+    calls: int  # of vLLM's loaders
     reserved: int = 1  # GPUs of a node's engine, over which its weights are spread
 
     @property
@@ -102,7 +102,7 @@ MODELS = {
     "7B": Model(7.616e9, 339),
     "32B": Model(32.762e9, 707),
     "70B": Model(70.554e9, 723, 2),
-    "235B": Model(235.094e9, 36_945, 4),
+    "235B": Model(235.094e9, 1131, 4),
     "405B": Model(405.853e9, 1137, 4),
 }
 

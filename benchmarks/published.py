@@ -30,11 +30,11 @@ VERL_MATRIX = f"{VERL}/issues/7060"  # comment of 2026-07-20, H100
 VERL_235B = f"{VERL}/pull/7085"
 NEMO = "https://github.com/NVIDIA-NeMo/RL/pull"
 MOONSHOT = "https://github.com/MoonshotAI/checkpoint-engine/blob/main/README.md"
-# billions of parameters, calls
+# billions of parameters, calls if a layer takes three for its experts: vLLM 0.31 takes more for Kimi-K2
 QWEN_30B, QWEN_235B, KIMI = (
-    (30.5, 18_867),
-    (235.1, 36_945),
-    (1000.0, 70_000),
+    (30.5, 579),
+    (235.1, 1131),
+    (1000.0, 1100),
 )
 
 PUBLISHED = (

@@ -28,6 +28,7 @@ PACKAGE = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
 RUNNERS = {"v1": "v1/worker/gpu_model_runner.py", "v2": "v1/worker/gpu/model_runner.py"}
 SAMPLER_V2 = "v1/worker/gpu/sample/sampler.py"
 RELOAD = "model_executor/model_loader/reload"
+EXPERTS = "model_executor/layers/fused_moe"
 
 
 def v2_can_be_extended() -> bool:
@@ -73,6 +74,10 @@ PHRASES = [
     (RUNNERS["v1"], r"apply_grammar_bitmask\(\n"),
     # Captured graphs read the tensors into which a reload puts its values
     (f"{RELOAD}/layerwise.py", r"param\.data\.copy_\("),
+    # `load_experts_together` has all experts of a layer loaded in one call
+    (f"{EXPERTS}/runner/moe_runner.py", r"return self\.routed_experts\.load_weights\(weights\)"),
+    (f"{EXPERTS}/routed_experts.py", r"experts_shard\.unbind\(\)"),
+    (f"{EXPERTS}/routed_experts.py", r"full_load = len\(loaded_weight\.shape\) == 3"),
 ]  # fmt: skip
 # The places where log-probs are extended; `test_conformance.py` holds the order in which a sampler changes logits
 PLACES_IN_V2 = [

@@ -103,6 +103,12 @@ ARCHITECTURES = {
         "Qwen3MoeForCausalLM", "Qwen3MoeConfig", _TEXT | _EXPERTS | {"tie_word_embeddings": False},
         "tiny-Qwen3MoeForCausalLM",
     ),
+    # an expert that all tokens share, beside the others
+    "qwen2_moe": Architecture(
+        "Qwen2MoeForCausalLM", "Qwen2MoeConfig",
+        _TEXT | _EXPERTS | {"shared_expert_intermediate_size": 64, "tie_word_embeddings": False},
+        "tiny-Qwen2MoeForCausalLM",
+    ),
     "idefics3": Architecture(
         "Idefics3ForConditionalGeneration", "Idefics3Config",
         {

@@ -71,7 +71,7 @@ class ModelSize:
     hidden: int
     layers: int
     mlp_width: int  # of the parts of a layer that a token uses
-    loader_calls: int  # tensors and matrices of experts, which vLLM's loaders take one by one
+    loader_calls: int  # of vLLM's loaders: one per tensor, two where experts' gate and up are fused
     attention: Attention
     experts: Experts
 
@@ -210,10 +210,8 @@ def _experts(text: Any, named: dict[str, Any]) -> Experts:
 
 
 def _calls(name: str, parameter: Any) -> int:
-    """Count the matrices in a tensor: fused experts have one or, where gate and up are fused too, two each."""
-    if ".experts." not in name or parameter.ndim < 3:
-        return 1
-    return int(parameter.shape[0]) * (2 if "gate_up" in name else 1)
+    """Count the calls for a tensor: two for the fused gate and up matrices of experts, else one."""
+    return 2 if ".experts." in name and "gate_up" in name and parameter.ndim == 3 else 1
 
 
 def _mlp_width(text: Any, routed: int) -> int:

@@ -46,9 +46,7 @@ class Rates:
     device: float = 1.25e12  # copy within a GPU; 2.57 TB/s of reading and writing were measured
     pack: float = 200e9  # of the engine's packing: assumed
     hop_s: float = 14e-6  # between two nodes of a ring, in NCCL's own model of its speed
-    call_s: float = (
-        1e-4  # vLLM's loaders, per tensor or matrix of an expert (benchmarks/loader_calls.py)
-    )
+    call_s: float = 4e-4  # vLLM's loaders, per call (benchmarks/loader_calls.py)
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Sync:
         tensor_parallel (`int`, *optional*, defaults to 1):
             GPUs over which one engine spreads its weights.
         calls (`int`, *optional*, defaults to 0):
-            Tensors and matrices of experts that vLLM's loaders take one by one.
+            Calls of vLLM's loaders: one or two per tensor, whatever its size.
         transport (`str`, *optional*, defaults to `"host"`):
             `"host"`, `"nccl"` or `"ipc"`, between neighbouring GPUs.
         sender_locked (`bool`, *optional*, defaults to `True`), worker_locked (`bool`, *optional*, defaults to `True`):
