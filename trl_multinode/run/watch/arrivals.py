@@ -51,9 +51,7 @@ class Arrivals:
 
     def look(self, store: "RunStore", has_trainer: bool) -> str:
         """Register this rank, then look for the others; return the reason if the run must end without them."""
-        late: list[str] = []
-        store.lend(lambda client: late.append(self._look(client, has_trainer)))
-        return late[0] if late else ""
+        return store.lend(lambda client: self._look(client, has_trainer)) or ""
 
     def _look(self, store: "Store", has_trainer: bool) -> str:
         self._signs.write(store, has_trainer)
