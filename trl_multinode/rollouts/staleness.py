@@ -5,7 +5,7 @@ all are equal (Kong, 1992). The weights are `exp(trainer log-prob - sampler log-
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from typing import Any
@@ -128,19 +128,13 @@ class StalenessMeter:
                 sums.taken_rows += 1
                 sums.taken_tokens += len(row.tokens)
                 sums.mixed_rows += len(row.versions) > 1
-        ended_rows, ended_tokens = rounds.groups.take_counts()
-        sums.ended_rows += ended_rows
-        sums.ended_tokens += ended_tokens
-        swaps, swapped_rows = rounds.take_swaps()
-        sums.swaps += swaps
-        sums.swapped_rows += swapped_rows
+        self.add(rounds.groups.take_counts())
+        self.add(rounds.take_swaps())
 
-    def add_sampled(self, groups: int, dropped: int, tokens: int, dropped_tokens: int) -> None:
-        """Add the groups that `dynamic_sampling` sampled, those of them that it dropped, and the tokens of both."""
-        self._sums.sampled_groups += groups
-        self._sums.dropped_groups += dropped
-        self._sums.sampled_tokens += tokens
-        self._sums.dropped_tokens += dropped_tokens
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Add counts to the sums that have their names in [`RoundSums`]."""
+        for name, count in counts.items():
+            setattr(self._sums, name, getattr(self._sums, name) + count)
 
     def add_checked(self, trained_tokens: int, nan_tokens: int) -> None:
         """Add the tokens that the check of log-probs counted in a training round."""
