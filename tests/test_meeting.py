@@ -185,4 +185,4 @@ def test_a_rank_that_has_left_finds_that_its_node_waits_for_it(tmp_path, store):
 def test_a_single_process_meets_nobody():
     meeting = Meeting(Topology(0, 1, 0, 1, 0, 1, launched=False), None)
     meeting.wait()
-    assert meeting._number == 0
+    assert meeting.arrivals == 0

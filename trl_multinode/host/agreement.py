@@ -26,10 +26,6 @@ class Agreement:
             rank.topology, rank.store, rank.settings.preemption_grace, rank.watch
         )
 
-    def facts(self) -> Facts:
-        """Return an empty collection for facts of this rank."""
-        return Facts(self._rank.topology)
-
     def compare(self, facts: Facts) -> list[Disagreement]:
         """Compare facts of all ranks; every rank calls it and gets the same answer. A single process has none."""
         topology = self._rank.topology

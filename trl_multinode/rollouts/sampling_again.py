@@ -187,22 +187,22 @@ def are_flat(rewards: torch.Tensor, weights: torch.Tensor, aggregation: str) -> 
     unscorable = rewards.isnan().all(dim=2)
     if aggregation == "normalize_then_sum":
         rewards = rewards.double()
-        mean, std = _moments(rewards, dim=1)
+        mean, std = _moments(rewards)
         rewards = (rewards - mean) / (std + TRLS_EPSILON)
     total = (rewards * weights).nansum(dim=2).masked_fill(unscorable, torch.nan)
     # in float32, equal rewards of 100.3 have one of 7e-6
-    std = _moments(total.double(), dim=1)[1].squeeze(1)
+    std = _moments(total.double())[1].squeeze(1)
     first = total.gather(1, (~unscorable).int().argmax(dim=1, keepdim=True))
     # infinite ones, and single ones, have no standard deviation
     equal = (total.eq(first) | unscorable).all(dim=1)
     return equal | (std <= TOLERANCE)
 
 
-def _moments(values: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and standard deviation without NaN, as TRL's `nanstd`: NaN for fewer than two values."""
-    mean = values.nanmean(dim=dim, keepdim=True)
-    count = (~values.isnan()).sum(dim=dim, keepdim=True)
-    squares = (values - mean).square().nansum(dim=dim, keepdim=True)
+    mean = values.nanmean(dim=1, keepdim=True)
+    count = (~values.isnan()).sum(dim=1, keepdim=True)
+    squares = (values - mean).square().nansum(dim=1, keepdim=True)
     return mean, (squares / (count - 1)).sqrt().masked_fill(count < 2, torch.nan)
 
 

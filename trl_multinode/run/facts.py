@@ -62,9 +62,9 @@ class Facts:
         """Add a value, a nested dict as one fact for each of its parts."""
         self.texts |= {(self.scopes[by_node], part): text for part, text in flat(name, value)}
 
-    def add_all(self, values: Mapping[str, Any], by_node: bool = False) -> None:
+    def add_all(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
-            self.add(name, value, by_node)
+            self.add(name, value)
 
 
 def disagreements(meeting: Meeting, topology: Topology, facts: Facts) -> list[Disagreement]:
