@@ -360,9 +360,8 @@ class WatchThread:
     def _due(self) -> Fatal | None:
         if (fatal := self._failure.due()) is None:
             return None
-        return self.store.publish(
-            fatal._replace(line=with_nodes(fatal.line, self.store, self.topology))
-        )
+        line = with_nodes(fatal.line, self.store, self.topology)
+        return self.store.publish(Fatal(line, fatal.code))
 
     def _leave(self, fatal: Fatal) -> None:
         leave(fatal, self.store, self.ending, self.trainers, self._printing)
