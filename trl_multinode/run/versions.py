@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..libraries import installed
+from .values import listed
 
 # in the order of a report
 LIBRARIES = (
@@ -82,5 +83,4 @@ def major_minor(version: str) -> tuple[str, ...]:
 
 
 def _named(nodes: list[str]) -> str:
-    more = f" and {len(nodes) - NAMED_NODES} more" if len(nodes) > NAMED_NODES else ""
-    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(nodes[:NAMED_NODES])}{more}"
+    return f"node{'s' if len(nodes) > 1 else ''} {listed(nodes, NAMED_NODES)}"

@@ -9,6 +9,7 @@ import psutil
 
 from ..reporter import report
 from ..topology import Topology
+from ..values import listed
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -116,10 +117,8 @@ class Arrivals:
         return self._is_reporter
 
     def _names(self, ranks: list[int]) -> str:
-        names = ", ".join(
-            f"rank {rank} (node {self._topology.node_of(rank)})" for rank in ranks[:NAMED_RANKS]
-        )
-        return names + (f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else "")
+        names = [f"rank {rank} (node {self._topology.node_of(rank)})" for rank in ranks]
+        return listed(names, NAMED_RANKS)
 
     def _name_missing(self, store: "Store", now: float) -> str:
         """Report the missing ranks now and then; return why the run ends if they have been missing for too long.
