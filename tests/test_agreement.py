@@ -13,6 +13,7 @@ from datasets import Dataset
 from forks import forked
 from peft import LoraConfig
 from store_host import RANKS, StoreHost, topology_of
+from torch.distributed import HashStore
 from trl import RLOOConfig
 
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
@@ -351,4 +352,4 @@ def test_texts_are_equal_exactly_if_the_values_are():
 
 def test_a_single_process_compares_nothing():
     topology = Topology(0, 1, 0, 1, 0, 1, launched=False)
-    assert disagreements(Meeting(topology, None), topology, Facts(topology)) == []
+    assert disagreements(Meeting(topology, HashStore()), topology, Facts(topology)) == []

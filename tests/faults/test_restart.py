@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import HashStore
 from waiting import HANG_S, until
 
 from multinode_kit.engines import ENGINE_ARGS
@@ -74,10 +75,10 @@ class OneNode(Updates):
         # otherwise it ends this process
         self.watch._watch._leave = lambda fatal: self.ends.append(fatal.line)  # type: ignore[method-assign]
         self._rank = self.updates = self
-        self._agreement = SimpleNamespace(meet=Meeting(self.topology, None).wait)
+        self._agreement = SimpleNamespace(meet=Meeting(self.topology, HashStore()).wait)
         self._presence = SimpleNamespace(activity=SimpleNamespace(synced=False))
         self._fleet = EngineFleet(
-            self.topology, self.watch, None, self.settings, folder, self.lines.append
+            self.topology, self.watch, HashStore(), self.settings, folder, self.lines.append
         )
         self.model = tiny_qwen2()
         environment = CPU_ENVIRONMENT | cores_per_worker(

@@ -27,9 +27,8 @@ class Agreement:
         )
 
     def compare(self, facts: Facts) -> list[Disagreement]:
-        """Compare facts of all ranks; every rank calls it and gets the same answer. A single process has none."""
-        topology = self._rank.topology
-        return [] if topology.world_size == 1 else disagreements(self.meeting, topology, facts)
+        """Compare facts of all ranks; every rank calls it and gets the same answer."""
+        return disagreements(self.meeting, self._rank.topology, facts)
 
     def meet(self, request: str = "") -> list[str]:
         """Wait for all ranks in a meeting, and return the words that any of them brought; see [`Meeting.wait`].

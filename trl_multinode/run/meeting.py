@@ -32,7 +32,7 @@ NUMBERS = (
 
 
 class Meeting:
-    """Meeting of all ranks, as one of them takes part in it. A single process meets nobody.
+    """Meeting of all ranks, as one of them takes part in it. A single process meets itself.
 
     ```python
     meeting = Meeting(topology, store)
@@ -42,11 +42,11 @@ class Meeting:
     Args:
         topology (`Topology`):
             Topology of this rank.
-        store (`torch.distributed.Store`, *optional*):
-            Client that only the thread which calls `wait` uses; `None` for a single process.
+        store (`torch.distributed.Store`):
+            Client that only the thread which calls `wait` uses.
     """
 
-    def __init__(self, topology: Topology, store: Store | None):
+    def __init__(self, topology: Topology, store: Store):
         self._topology = topology
         self._store = store
         self.arrivals = 0  # of this rank so far
@@ -65,12 +65,10 @@ class Meeting:
         Returns:
             `list[str]`: the different words of all ranks, the same on every rank.
         """
-        if self._store is None:
-            return sorted(set(request.split()))
         self.arrivals += 1
         self.waits_since = time.monotonic()
         try:
-            return sorted(set(self._arrive(self._store, request).split()))
+            return sorted(set(self._arrive(request).split()))
         except RuntimeError:
             # the store is gone; the watch thread ends this process
             time.sleep(STORE_TIMEOUT_S + 2 * GRACE_S)
@@ -78,13 +76,14 @@ class Meeting:
         finally:
             self.waits_since = None
 
-    def _arrive(self, store: Store, request: str) -> str:
+    def _arrive(self, request: str) -> str:
+        store = self._store
         if request:  # before the arrival, so that the last rank finds it
             asked = f"asked/{self.arrivals}"
             store.append(asked, f"{request} ")
             store.check([asked])  # `append` has no reply, and another rank may arrive for this one
         if self._by_node:
-            return self._arrive_at_node(store)
+            return self._arrive_at_node()
         apart = f"apart/{self._topology.node}"
         # the local main process makes the memory before the first meeting, the others open it before the second
         if self.arrivals == (1 if self._topology.is_local_main else 2):
@@ -92,24 +91,26 @@ class Meeting:
                 self._node.open(store)
             except OSError:  # /proc with `hidepid`, or ranks in containers of their own
                 store.set(apart, "")
-        requests = self._meet(store, 1)
+        requests = self._meet(1)
         self._by_node = self.arrivals == 2 and not store.check([apart])
         return requests
 
-    def _arrive_at_node(self, store: Store) -> str:
+    def _arrive_at_node(self) -> str:
         """Arrive in the memory of the node, whose local main process arrives at the store for all its ranks."""
         memory, number = self._node.memory, self.arrivals % NUMBERS
         memory[self._topology.local_rank] = number
         if not self._topology.is_local_main:
             _look_until(lambda: memory[-1] % NUMBERS == number)
-            return store.get(f"met/{self.arrivals}").decode() if memory[-1] >= NUMBERS else ""
+            met = f"met/{self.arrivals}"
+            return self._store.get(met).decode() if memory[-1] >= NUMBERS else ""
         _look_until(lambda: {*memory[:-1]} == {number})
-        requests = self._meet(store, self._topology.ranks_per_node)
+        requests = self._meet(self._topology.ranks_per_node)
         memory[-1] = number + (NUMBERS if requests else 0)
         return requests
 
-    def _meet(self, store: Store, num_ranks: int) -> str:
+    def _meet(self, num_ranks: int) -> str:
         """Arrive at the store for some ranks, and wait for the others."""
+        store = self._store
         asked, met = f"asked/{self.arrivals}", f"met/{self.arrivals}"
         # more: repeated after a reset
         if store.add(f"arrived/{self.arrivals}", num_ranks) >= self._topology.world_size:

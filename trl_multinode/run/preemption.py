@@ -92,8 +92,8 @@ class Preemption:
     Args:
         topology (`Topology`):
             Topology of this rank.
-        store (`torch.distributed.Store`, *optional*):
-            Client of the thread that trains; `None` for a single process.
+        store (`torch.distributed.Store`):
+            Client of the thread that trains.
         grace_s (`float`):
             Value of `preemption_grace`.
         watch ([`Watchdog`]):
@@ -103,7 +103,7 @@ class Preemption:
     def __init__(
         self,
         topology: Topology,
-        store: Store | None,
+        store: Store,
         grace_s: float,
         watch: Watchdog,
     ):

@@ -40,7 +40,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from .endings.fatal import Fatal, store_gone
 from .reconnecting import open_store, prefixed
@@ -58,8 +58,8 @@ T = TypeVar("T")
 
 def connect_store(
     topology: Topology, run: int | None, environ: Mapping[str, str] = os.environ
-) -> Store | None:
-    """Connect a new client to the run's rendezvous store; return `None` for a single process.
+) -> Store:
+    """Connect a new client to the run's rendezvous store; a single process has one in its memory.
 
     Every thread needs its own client, because a client that waits for a key blocks all other calls on it.
 
@@ -70,7 +70,7 @@ def connect_store(
             Number of the trainer in this process; it separates the keys of several trainers. `None`: the process's.
     """
     if topology.world_size == 1:
-        return None
+        return HashStore()
     address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
@@ -109,7 +109,9 @@ class RunStore:
 
     def __init__(self, topology: Topology, run: int | None, store: Store | None = None):
         self._topology = topology
-        self._store = connect_store(topology, run) if store is None else store
+        self._store = store
+        if store is None and topology.world_size > 1:
+            self._store = connect_store(topology, run)
         self._left: set[str] = set()
         self.missed: Callable[[Store], bool] = lambda store: False  # that of the trainer's meeting
 
