@@ -120,8 +120,8 @@ def hang_in_a_tool(host: SimpleNamespace) -> None:
 
 
 def hang_in_a_step(host: SimpleNamespace) -> None:
-    beats_module.WRITE_EVERY_S = judges_module.READ_STATES_EVERY_S = 0.2
-    limits = Limits(heartbeat_s=HANG_S, stuck_s=1.0, start_s=HANG_S, beat_s=0.2)
+    beats_module.BEAT_S = beats_module.WRITE_EVERY_S = judges_module.READ_STATES_EVERY_S = 0.2
+    limits = Limits(heartbeat_s=HANG_S, stuck_s=1.0, start_s=HANG_S)
     Beats(host.topology, host.watch, limits, lambda: Activity("train", 0.0, 4, synced=True))
     time.sleep(HANG_S)
 

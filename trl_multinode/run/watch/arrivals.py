@@ -88,10 +88,8 @@ class Arrivals:
         No process of ours is there to say so. But every launcher is a client of the store, and so is every rank that
         has imported this library; the store is in the launcher of this node, where its connections can be counted.
         """
-        registered = [
-            rank for rank in range(self._topology.world_size) if store.check([f"pid/{rank}"])
-        ]
-        missing = [rank for rank in range(self._topology.world_size) if rank not in registered]
+        missing = self._missing(store)
+        registered = {*range(self._topology.world_size)} - {*missing}
         here = [rank for rank in registered if not store.check([f"left/{rank}"])]
         connections = num_connections(int(os.environ["MASTER_PORT"]))
         launchers = connections - len(here)
@@ -109,6 +107,10 @@ class Arrivals:
             f"{launchers} of {self._topology.num_nodes} launchers are connected to the store of node 0. Read the "
             "output of these ranks: their script failed before that import, or their launch was stopped."
         )
+
+    def _missing(self, store: "Store") -> list[int]:
+        every = range(self._topology.world_size)
+        return [rank for rank in every if not store.check([f"pid/{rank}"])]
 
     def _reports(self, store: "Store") -> bool:
         """Return whether this rank is the one of node 0, or the one of the other nodes, that names missing ranks."""
@@ -131,9 +133,7 @@ class Arrivals:
         self._next_line = now + MISSING_EVERY_S
         if not self._reports(store):
             return ""
-        missing = [
-            rank for rank in range(self._topology.world_size) if not store.check([f"pid/{rank}"])
-        ]
+        missing = self._missing(store)
         if not missing:
             return ""
         names = self._names(missing)
