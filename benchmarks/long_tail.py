@@ -47,6 +47,7 @@ from transports import spread
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from multinode_kit.engines import REAL, SyncDriver, connected_again, running_engines
 from multinode_kit.models import tiny_qwen2
+from trl_multinode.engine.group import answers
 from trl_multinode.engine.node_engines import NodeEngines
 from trl_multinode.engine.stream import Request
 from trl_multinode.rollouts.groups import OpenGroups
@@ -199,7 +200,8 @@ class Rank:
         return [row for group in groups for row in group]
 
     def clock(self) -> tuple[float, float]:
-        (done,) = self.engines.ask_all(Await(min_update=self.trainer.version.update))
+        posted = self.engines.post_all(Await(min_update=self.trainer.version.update))
+        ((_, done),) = answers(posted)
         return done.slot_s, done.clock_s
 
     def seconds_per_step(self, rows: int) -> float:

@@ -13,6 +13,7 @@ import forks
 from store_host import PER_NODE, StoreHost, topology_of
 from waiting import HANG_S, until
 
+from trl_multinode.run.heartbeats import beats
 from trl_multinode.run.heartbeats.activity import RankActivity
 from trl_multinode.run.heartbeats.beats import Beats
 from trl_multinode.run.heartbeats.judges import Limits
@@ -23,7 +24,7 @@ from trl_multinode.run.watch.watchdog import Watchdog
 
 LIMIT_S = 6.0  # of heartbeats, in the tests that show this limit; all others end only a hang
 STORE_S = HANG_S
-LIMITS = Limits(heartbeat_s=HANG_S, stuck_s=HANG_S, start_s=HANG_S, beat_s=0.3)
+LIMITS = Limits(heartbeat_s=HANG_S, stuck_s=HANG_S, start_s=HANG_S)
 
 
 @dataclass
@@ -40,6 +41,7 @@ def enter(
 ) -> Rank:
     """Start watch and heartbeats, as `NodeHost` does. A rank of node 1 may come through a link's port."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    beats.BEAT_S = 0.3
     phases = Phases()
     topology = topology_of(rank)
     watch = Watchdog(topology, lambda: phases.current)

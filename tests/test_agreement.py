@@ -13,6 +13,7 @@ from datasets import Dataset
 from forks import forked
 from peft import LoraConfig
 from store_host import RANKS, StoreHost, topology_of
+from torch.distributed import HashStore
 from trl import RLOOConfig
 
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
@@ -38,9 +39,6 @@ class Host:
         )
         self._meeting = Meeting(self.topology, client)
         self.agreement = self
-
-    def facts(self) -> Facts:
-        return Facts(self.topology)
 
     def compare(self, facts: Facts) -> list[Disagreement]:
         return disagreements(self._meeting, self.topology, facts)
@@ -319,7 +317,7 @@ def test_arguments_and_checkpoint_are_compared_again_when_training_begins(tmp_pa
 def test_a_fact_that_one_rank_of_a_node_lacks_is_named_by_all(tmp_path, store):
     def body(rank: int) -> list[str]:
         host = Host(rank, store)
-        facts = host.agreement.facts()
+        facts = Facts(host.topology)
         for number in range(300):
             facts.add(f"fact {number}", number, by_node=number % 2 == 0)
         if rank == 2:
@@ -354,4 +352,4 @@ def test_texts_are_equal_exactly_if_the_values_are():
 
 def test_a_single_process_compares_nothing():
     topology = Topology(0, 1, 0, 1, 0, 1, launched=False)
-    assert disagreements(Meeting(topology, None), topology, Facts(topology)) == []
+    assert disagreements(Meeting(topology, HashStore()), topology, Facts(topology)) == []

@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from trl_multinode.run import clock_offset as clock
 from trl_multinode.run.clock_offset import clock_offset
+from trl_multinode.run.topology import Topology
 
+ALONE = Topology(0, 1, 0, 1, 0, 1, launched=False)
 AHEAD = [0.0, 2.5, -40.0]  # seconds of each node's clock
 
 
@@ -52,4 +54,4 @@ def test_a_rank_that_does_not_respond_costs_the_offset_and_not_the_run(store, mo
 
 
 def test_a_single_process_is_its_own_clock():
-    assert clock_offset(topology(0), None) == 0.0
+    assert clock_offset(ALONE, dist.HashStore()) == 0.0

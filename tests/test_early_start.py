@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from forks import forked
 from peft import LoraConfig
+from torch.distributed import HashStore
 from transformers import AutoProcessor
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import create_model_from_path
@@ -190,7 +191,7 @@ def test_an_engine_that_ends_beside_the_load_is_reported_at_once(tmp_path, monke
         report=lambda cause, code: ends.append((cause, code)),
     )
     topology = Topology(0, 1, 0, 1, 0, 1, launched)
-    one = EngineFleet(topology, watch, None, NodeSettings(), tmp_path / "logs", lines.append)
+    one = EngineFleet(topology, watch, HashStore(), NodeSettings(), tmp_path / "logs", lines.append)
     settings = EngineSettings(NodeSettings(), topology, ON_CPU, torch.float32, {})
     given = settings, 1, tiny_qwen2(), tiny_tokenizer()
     one.launch(*given)

@@ -45,10 +45,7 @@ def settings(tmp_path, devices=ONE_RESERVED, dtype=torch.bfloat16, max_num_seqs=
 
 
 def test_a_missing_vllm_is_told_with_the_command_that_installs_one(monkeypatch):
-    def missing(name):
-        raise engine_settings.PackageNotFoundError(name)
-
-    monkeypatch.setattr(engine_settings, "version", missing)
+    monkeypatch.setattr(engine_settings, "installed", lambda name: None)
     monkeypatch.setattr(engine_settings.importlib.util, "find_spec", lambda name: None)
     with refused("vllm", "`pip install 'vllm>=0.26,<0.33'`"):
         check_vllm()
@@ -56,13 +53,13 @@ def test_a_missing_vllm_is_told_with_the_command_that_installs_one(monkeypatch):
 
 @pytest.mark.parametrize("found", ["0.25.1", "0.33.0"])
 def test_a_vllm_out_of_range_is_told_with_the_range(monkeypatch, found):
-    monkeypatch.setattr(engine_settings, "version", lambda name: found)
+    monkeypatch.setattr(engine_settings, "installed", lambda name: found)
     with refused("vllm", "vllm>=0.26,<0.33", got=found):
         check_vllm()
 
 
 def test_another_engine_such_as_the_fake_one_needs_no_vllm(monkeypatch):
-    monkeypatch.setattr(engine_settings, "version", lambda name: "0.1")
+    monkeypatch.setattr(engine_settings, "installed", lambda name: "0.1")
     monkeypatch.setenv("TRL_MULTINODE_ENGINE_MODULE", "multinode_kit.fake_engine")
     check_vllm()
 

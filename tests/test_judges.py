@@ -5,6 +5,7 @@ import time
 from dataclasses import asdict, replace
 
 import pytest
+from torch.distributed import HashStore
 
 from trl_multinode.run.heartbeats.activity import RankActivity
 from trl_multinode.run.heartbeats.judges import (
@@ -188,7 +189,7 @@ def test_a_meeting_has_a_line_of_its_own_about_late_ranks_and_those_without_a_tr
 
 def test_what_may_take_long_and_what_counts_as_progress(tmp_path):
     phases = Phases()
-    meeting = Meeting(TOPOLOGY, None)
+    meeting = Meeting(TOPOLOGY, HashStore())
     activity = RankActivity(phases, meeting, lambda: 4, lambda phase: f"rows of {phase}")
     assert activity().may_take_long and not activity().synced  # the script's own code
     with activity.inside():

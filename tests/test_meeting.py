@@ -8,6 +8,7 @@ import beating
 import pytest
 from forks import forked
 from store_host import RANKS, StoreHost, topology_of
+from torch.distributed import HashStore
 from waiting import HANG_S, until
 
 from trl_multinode.run import meeting as meeting_module
@@ -182,7 +183,8 @@ def test_a_rank_that_has_left_finds_that_its_node_waits_for_it(tmp_path, store):
         assert [rank.result for rank in ranks] == [False] * RANKS
 
 
-def test_a_single_process_meets_nobody():
-    meeting = Meeting(Topology(0, 1, 0, 1, 0, 1, launched=False), None)
-    meeting.wait()
-    assert meeting._number == 0
+def test_a_single_process_meets_itself():
+    meeting = Meeting(Topology(0, 1, 0, 1, 0, 1, launched=False), HashStore())
+    for number in range(1, 5):
+        assert meeting.wait("b a b") == ["a", "b"] and meeting.wait() == []
+        assert meeting.arrivals == 2 * number and not meeting.is_missed(meeting._store)

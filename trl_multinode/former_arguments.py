@@ -55,5 +55,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return what became of a word, or the most similar known one, as the end of a message; empty without either."""
     if known_change := hint(word):
         return known_change
-    close = difflib.get_close_matches(str(word), list(known), n=1)
+    return nearest(str(word), known)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return the most similar known word, as the end of a message; empty without one."""
+    close = difflib.get_close_matches(word, list(known), n=1)
     return f", did you mean {close[0]}?" if close else ""

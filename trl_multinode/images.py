@@ -91,8 +91,7 @@ def check_images(accelerator: Any, inputs: list[dict]) -> None:
     Raises:
         `ConfigurationError`: on every rank, if only some ranks have images.
     """
-    state = accelerator.state
-    if getattr(state, "fsdp_plugin", None) is None and zero_stage(state) != 3:
+    if not shards_weights(accelerator.state):
         return
     some = torch.tensor([any(map(has_images, inputs))], device=accelerator.device)
     flags = accelerator.gather(some).tolist()

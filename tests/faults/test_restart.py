@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import HashStore
 from waiting import HANG_S, until
 
 from multinode_kit.engines import ENGINE_ARGS
@@ -77,10 +78,10 @@ class OneNode(Updates):
         # otherwise it ends this process
         self.watch._watch._leave = lambda fatal: self.ends.append(fatal.line)  # type: ignore[method-assign]
         self._rank = self.updates = self
-        self._agreement = SimpleNamespace(meet=Meeting(self.topology, None).wait)
+        self._agreement = SimpleNamespace(meet=Meeting(self.topology, HashStore()).wait)
         self._presence = SimpleNamespace(activity=SimpleNamespace(synced=False))
         self._fleet = EngineFleet(
-            self.topology, self.watch, None, self.settings, folder, self.lines.append
+            self.topology, self.watch, HashStore(), self.settings, folder, self.lines.append
         )
         self.model = tiny_qwen2()
         environment = CPU_ENVIRONMENT | cores_per_worker(
@@ -278,7 +279,7 @@ def test_row_1_the_clocks_of_an_engine_go_on_after_a_restart(node):
             clocks.append(one.clocks.seconds)
 
     one.story(act)
-    seconds = [clock for ((_, clock, _, _),) in clocks]
+    seconds = [engines[0, 1] for engines in clocks]
     assert len(seconds) == ROUNDS and seconds == sorted(seconds) and seconds[-1] > seconds[0]
 
 

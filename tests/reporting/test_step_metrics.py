@@ -6,6 +6,7 @@ import time
 from dataclasses import astuple
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from metric_names import documented, mine
@@ -208,7 +209,7 @@ class OneRank:
 def report(accelerator: OneRank, per_engine=((), ()), **settings) -> StepReport:
     topology = SimpleNamespace(ranks_per_node=2, num_nodes=2, rank=1)
     devices = SimpleNamespace(per_engine=per_engine, shared_with_training=False)
-    seconds = [(3.0, 4.0, 3.0, 2.0), (1.0, 4.0, 1.0, 0.0)]
+    seconds = np.array([(3.0, 4.0, 3.0, 2.0), (1.0, 4.0, 1.0, 0.0)])
     clocks = SimpleNamespace(seconds=seconds, take_kv_use=lambda: 0.7)
     host = SimpleNamespace(
         topology=topology, devices=devices, settings=NodeSettings(**settings), phases=Phases(), step=lambda: host.at,
@@ -229,7 +230,10 @@ def test_a_log_is_one_gather_and_has_all_of_it(monkeypatch):
     monkeypatch.setattr(steps, "peak_flops", lambda settings, device: 1e6)  # a CPU has none
     one = report(accelerator)
     clocks = one.host.updates.clocks
-    seconds, clocks.seconds = clocks.seconds, []  # the first sync is part of the first step
+    seconds, clocks.seconds = (
+        clocks.seconds,
+        clocks.seconds[:0],
+    )  # the first sync is part of the first step
     one.begin_step(0)
     clocks.seconds = seconds
     ones = torch.ones(2, 5)
@@ -262,7 +266,9 @@ def test_the_advice_has_the_tail_that_the_engines_measured(capsys, in_flight):
     one = report(OneRank(), max_staleness=3 if in_flight else 1)
     one.host.topology.rank, one.host.devices.per_engine = 0, (("6",), ("7",))
     for step in (4, 5):
-        one.host.updates.clocks.seconds = [(20.0 * step, 30.0 * step, 9.0, 10.0 * step)] * 2
+        one.host.updates.clocks.seconds = np.array(
+            [(20.0 * step, 30.0 * step, 9.0, 10.0 * step)] * 2
+        )
         one.host.at = step
         one.metrics(SyncTimings(), 0)
     said = capsys.readouterr().out
@@ -302,10 +308,7 @@ def test_the_first_log_counts_nothing_of_the_set_up(monkeypatch):
     with one._meter.paused():  # an evaluation, whose waits are not counted
         now.seconds += 90.0
     one.count({"prompt_mask": ones, "completion_mask": ones})
-    clocks = one.host.updates.clocks.seconds
-    one.host.updates.clocks.seconds = [
-        tuple(seconds + 5.0 for seconds in clock) for clock in clocks
-    ]
+    one.host.updates.clocks.seconds = one.host.updates.clocks.seconds + 5.0
     found = one.metrics(SyncTimings(), steps_left=9)
     assert found["perf/rank_busy_share"] == 0.6
     assert found["perf/tokens_per_s"] == 4 * 20 / 100

@@ -202,7 +202,7 @@ class Unscored(NodeTrainer):
 
     def run(self, make=dict) -> dict[str, float]:
         self._one_round(make)
-        return summarize_rounds([self._meter.take((0.0, 0.0), [])], [0.0])
+        return summarize_rounds([self._meter.take((0.0, 0.0), np.zeros((0, 4)))], [0.0])
 
 
 def test_a_trainer_that_compares_nothing_still_stops_at_an_engines_nan_and_logs_its_share():

@@ -432,14 +432,14 @@ def test_the_log_has_ages_mixed_rows_and_lengths():
     run, meter = Run(rounds=3), StalenessMeter(args)
     run.engines.held = {(1, 0)}
     run.first()
-    meter.take((0.0, 0.0), [])
+    meter.take((0.0, 0.0), np.zeros((0, 4)))
     run.train(1)
     run.engines.end()
     run.engines.end((1, 0))
     run.train(2)
     meter.add_round(*run.generation.lag)
     meter.add_taken(run.rounds, run.generation.version)
-    found = summarize_rounds([meter.take((0.0, 0.0), [])], [0.0])
+    found = summarize_rounds([meter.take((0.0, 0.0), np.zeros((0, 4)))], [0.0])
     assert found["in_flight/mixed_rows"] == 0.5 and found["in_flight/swapped_rows"] > 0
     assert found["staleness/rounds_max"] == 2 and 1 < found["staleness/rounds_mean"] < 2
     assert found["in_flight/trained_length"] > found["in_flight/ended_length"] > 0

@@ -297,17 +297,19 @@ def test_groups_and_tokens_that_were_dropped_are_counted_and_logged():
     rank = Rank(0, 1, order_of_trl(), 0, 0)
     for number in range(ROUNDS):
         rank.train(number)
-    groups, dropped, tokens, dropped_tokens = counts = rank.again.take_counts()
+    counts = rank.again.take_counts()
+    groups, dropped = counts["sampled_groups"], counts["dropped_groups"]
+    tokens, dropped_tokens = counts["sampled_tokens"], counts["dropped_tokens"]
     assert groups == PLACES * ROUNDS + dropped and dropped == len(rank.dropped) > PLACES
     assert (
         dropped_tokens
         == sum(len(row.tokens) for one in rank.dropped for row in one.turns[0].rows)
         < tokens
     )
-    assert rank.again.take_counts() == (0, 0, 0, 0)
+    assert not rank.again.take_counts()
     meter = StalenessMeter(SimpleNamespace())
-    meter.add_sampled(*counts)
-    found = summarize_rounds([meter.take((0.0, 0.0), [])], [0.0])
+    meter.add(counts)
+    found = summarize_rounds([meter.take((0.0, 0.0), np.zeros((0, 4)))], [0.0])
     assert found["dynamic_sampling/dropped_share"] == dropped / groups
     assert found["dynamic_sampling/extra_tokens"] == dropped_tokens / tokens
 

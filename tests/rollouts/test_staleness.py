@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,7 +27,9 @@ def output(trainer, sampler, mask=None, **more) -> dict:
 
 
 def metrics(*meters, ahead=(0.0, 0.0), clocks=(), idle=0.0) -> dict:
-    return summarize_rounds([one.take(ahead, list(clocks)) for one in meters], [idle] * len(meters))
+    return summarize_rounds(
+        [one.take(ahead, np.reshape(clocks, (-1, 4))) for one in meters], [idle] * len(meters)
+    )
 
 
 def huge(log: float) -> tuple[list, list, list]:
@@ -155,7 +158,10 @@ def test_busy_shares_come_from_the_engines_clocks_and_the_ranks_idle_seconds():
 
 
 def test_the_fullest_cache_of_all_engines_is_reported_if_engines_measure_it():
-    nodes = [meter().take((0.0, 0.0), [(9.0, 10.0, 3.0, 0.0)], kv_use) for kv_use in (0.25, 0.75)]
+    nodes = [
+        meter().take((0.0, 0.0), np.array([(9.0, 10.0, 3.0, 0.0)]), kv_use)
+        for kv_use in (0.25, 0.75)
+    ]
     found = summarize_rounds(nodes, [0.0, 0.0])
     assert found["engine/kv_use"] == 0.75 and found["engine/filled"] == pytest.approx(0.3)
     assert "engine/kv_use" not in metrics(meter())

@@ -5,6 +5,7 @@ import os
 import pytest
 from forks import forked
 from store_host import RANKS, StoreHost, topology_of
+from torch.distributed import HashStore
 from transformers import TrainerControl, TrainerState
 
 from trl_multinode.run.decision import StepDecision
@@ -53,7 +54,7 @@ def clock():
 
 @pytest.fixture
 def callback(clock):
-    return SaveByTime(10.0, StepDecision(ALONE, None, "save"), decides=True, clock=clock)
+    return SaveByTime(10.0, StepDecision(ALONE, HashStore(), "save"), decides=True, clock=clock)
 
 
 @pytest.mark.parametrize(

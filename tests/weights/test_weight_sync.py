@@ -13,6 +13,7 @@ from served import Keeper, digest, serving
 from torch import nn
 from waiting import HANG_S
 
+from trl_multinode.engine.group import answers
 from trl_multinode.errors import EngineDiedError, EngineError, EngineStalledError, WeightSyncError
 from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights.buckets import WeightMeta
@@ -142,7 +143,7 @@ def test_every_bit_arrives_in_every_engine_of_every_node_whatever_the_buckets(
                 found = (
                     []
                     if engines is None
-                    else [reply.workers for reply in engines.ask_all(Digest())]
+                    else [reply.workers for _, reply in answers(engines.post_all(Digest()))]
                 )
                 yield stale and set(found) <= {(digest(as_sent(update, dtype)),)}
 

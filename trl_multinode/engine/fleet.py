@@ -67,7 +67,7 @@ class EngineFleet:
         self,
         topology: Topology,
         watch: Watchdog,
-        store: "Store | None",
+        store: "Store",
         settings: NodeSettings,
         logs: Path,
         report: Callable[[str], None],
@@ -214,8 +214,6 @@ class EngineFleet:
         )
 
     def _folder_of_node(self) -> Path:
-        if self._store is None:
-            return self.folder
         key = f"folder/{self._topology.node}"
         if self._run_folder is not None:
             self._store.set(key, str(self._run_folder.path))

@@ -22,10 +22,6 @@ class EngineGroup(list[EngineClient]):
                     posted.append((client, client.post(own)))
         return posted
 
-    def ask_all(self, message: Message) -> list[Message]:
-        """Send the same message to every engine, and return the replies in the engines' order."""
-        return [reply for _, reply in answers(self.post_all(message))]
-
 
 def answers(posted: Posted) -> list[tuple[EngineClient, Message]]:
     """Return each engine's client and its reply; engines that are given up are left out.

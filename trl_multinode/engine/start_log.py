@@ -6,7 +6,6 @@ phrases against the installed vLLM, so that a reworded line fails a test.
 
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 # Stage and the phrases of vLLM with which it begins. On a CPU the log has neither `profile`, `compile` nor `graphs`;
@@ -106,13 +105,11 @@ class StartLog:
 
     def cause(self) -> str | None:
         """Return the first exception that a process of vLLM logged and that does not refer to another one's."""
-        return next(self._causes(), None)
-
-    def _causes(self) -> Iterator[str]:
         for line in self._lines():
             found = LOGGED_EXCEPTION.match(line)
             if found and not any(words in line for words in REFERS_TO_ANOTHER):
-                yield found["error"]
+                return found["error"]
+        return None
 
     def _lines(self) -> list[str]:
         try:

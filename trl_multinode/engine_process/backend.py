@@ -29,10 +29,13 @@ class CompletionBuffer:
     Attributes:
         complete (`bool`):
             True when no token follows the row's last one, so that the reply to its request follows.
+        made (`int`):
+            Tokens that the model has made, of which this process may not have read all yet.
     """
 
     def __init__(self, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()):
         self.complete = False
+        self.made = 0
         self.tokens = array("i", tokens)
         self.logprobs = array("f", logprobs)
         # first token after each swap, and the weights from there on

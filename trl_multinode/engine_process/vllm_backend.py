@@ -51,7 +51,8 @@ class VllmBackend(Backend):
         self._salt = (
             "0"  # of the prefix cache: an entry serves only requests of the update that made it
         )
-        self._running: dict[int, RunningRequest] = {}  # by its number
+        # completions of the requests that vLLM is generating, by the request's number
+        self._running: dict[int, Sequence[CompletionBuffer]] = {}
         self._update = UpdateWeights(version=WeightVersion())  # the last one
 
     async def start(self) -> None:
@@ -143,16 +144,15 @@ class VllmBackend(Backend):
             )
         except (TypeError, ValueError, client_error()) as error:
             raise Refused(RequestRefused, f"vLLM refuses the sampling settings: {error}") from error
-        running = RunningRequest(request.num_completions)
-        growing.rows = running.rows
+        rows = growing.rows = [CompletionBuffer() for _ in range(request.num_completions)]
         kept = {}  # vLLM's lists, freed after the reply is sent
         prompt = unpack_ids(request.prompt).tolist()
-        async for output in self._outputs(self._prompt(prompt, request.images), params, running):
+        async for output in self._outputs(self._prompt(prompt, request.images), params, rows):
             for row in output.outputs:
                 kept[row.index] = row
-                self._tokens += running.rows[row.index].grow(row.token_ids, row.logprobs.logprobs)
+                self._tokens += rows[row.index].grow(row.token_ids, row.logprobs.logprobs)
                 if row.finished():
-                    running.rows[row.index].complete = True
+                    rows[row.index].complete = True
                     growing.end_row()
         asyncio.get_running_loop().call_later(FREE_AFTER_S, kept.clear)
 
@@ -180,12 +180,11 @@ class VllmBackend(Backend):
         return request
 
     async def _outputs(
-        self, prompt: dict, params: Any, request: "RunningRequest | None" = None
+        self, prompt: dict, params: Any, rows: Sequence[CompletionBuffer] = ()
     ) -> AsyncIterator:
         self._num_requests += 1
         number = self._num_requests
-        if request is not None:
-            self._running[number] = request
+        self._running[number] = rows
         try:
             async for output in self._llm.generate(
                 prompt, params, request_id=str(number), lora_request=self._adapter
@@ -236,8 +235,9 @@ class VllmBackend(Backend):
             await self._llm.reset_encoder_cache()
         # keeps what frozen requests have computed from all later requests
         self._salt = str(version.update)
-        for request in self._running.values():
-            request.swap(version)
+        for rows in self._running.values():
+            for row in rows:
+                row.swap(row.made, version)  # although some of these tokens may not be read yet
         await self._llm.resume_generation()
 
     async def _drop_cache(self, **keywords: bool) -> None:
@@ -266,27 +266,7 @@ def digest_of(image: WireImage) -> str:
     return hashlib.sha256(f"{image.mode} {image.size} ".encode() + image.data).hexdigest()
 
 
-class RunningRequest:
-    """Request that vLLM is generating.
-
-    Attributes:
-        rows (`list[CompletionBuffer]`):
-            Its completions, as far as this process has read them from vLLM.
-        made (`list[int]`):
-            Number of tokens that vLLM has made of each.
-    """
-
-    def __init__(self, num: int):
-        self.rows = [CompletionBuffer() for _ in range(num)]
-        self.made = [0] * num
-
-    def swap(self, version: WeightVersion) -> None:
-        """Record a swap after the tokens that vLLM has made, although some of them may not be read yet."""
-        for row, made in zip(self.rows, self.made, strict=True):
-            row.swap(made, version)
-
-
-def count_tokens(core: Any, running: Mapping[int, RunningRequest]) -> None:
+def count_tokens(core: Any, running: Mapping[int, Sequence[CompletionBuffer]]) -> None:
     """Count the tokens of running requests as they arrive from vLLM's core.
 
     The core's answer to a pause comes through the same socket after all earlier tokens, so when a pause returns, the
@@ -298,9 +278,9 @@ def count_tokens(core: Any, running: Mapping[int, RunningRequest]) -> None:
         for output in getattr(outputs, "outputs", ()):  # an exception has none
             # our number, with a suffix of vLLM's and, for several completions, the completion's index in front
             index, _, name = output.request_id.rpartition("_")
-            request = running.get(int(name.partition("-")[0]))
-            if request is not None:
-                request.made[int(index or 0)] += len(output.new_token_ids)
+            rows = running.get(int(name.partition("-")[0]))
+            if rows:  # a score has none
+                rows[int(index or 0)].made += len(output.new_token_ids)
         put(outputs)
 
     core.outputs_queue.put_nowait = count

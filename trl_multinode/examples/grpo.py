@@ -10,7 +10,6 @@ unchanged, the script resumes from the last complete checkpoint in `output_dir`.
 `accelerate launch ... examples/grpo.py` runs the same script from a clone of the repository.
 """
 
-import difflib
 import importlib.util
 import os
 import re
@@ -28,7 +27,7 @@ from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format
 
 from trl_multinode import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.former_arguments import did_you_mean
+from trl_multinode.former_arguments import did_you_mean, nearest
 
 # TRL's own examples have this small model
 DEFAULTS: dict[str, Any] = {
@@ -121,13 +120,8 @@ class StrictParser(TrlParser):
 def check_reward(name: str) -> None:
     """Refuse a reward with an unknown name, or without the package that it imports in its first call."""
     if name not in REWARDS and ":" not in name:
-        near = difflib.get_close_matches(name, REWARDS, n=1)
-        hint = (
-            f"did you mean {near[0]}?"
-            if near
-            else f"expected {', '.join(REWARDS)} or `module.path:function`"
-        )
-        raise ValueError(f"The reward {name!r} is unknown, {hint}")
+        expected = f", expected {', '.join(REWARDS)} or `module.path:function`"
+        raise ValueError(f"The reward {name!r} is unknown{nearest(name, REWARDS) or expected}")
     if (
         name in ("accuracy_reward", "reasoning_accuracy_reward")
         and importlib.util.find_spec("math_verify") is None
@@ -145,10 +139,7 @@ def load_reward(name: str) -> Callable[..., Any]:
     sys.path.append(os.getcwd())
     found = import_module(module)
     if not hasattr(found, function):
-        near = difflib.get_close_matches(function, vars(found), n=1)
-        raise ValueError(
-            f"{module} has no reward {function!r}" + (f", did you mean {near[0]}?" if near else "")
-        )
+        raise ValueError(f"{module} has no reward {function!r}{nearest(function, vars(found))}")
     return getattr(found, function)
 
 
@@ -209,11 +200,8 @@ def load_splits(args: GRPOScriptArguments) -> DatasetDict:
 def split_of(splits: DatasetDict, name: str, flag: str) -> Any:
     """Return a split; `flag` is the argument that chooses it."""
     if name not in splits:
-        near = difflib.get_close_matches(name, splits, n=1)
-        hint = f", did you mean {near[0]}?" if near else ""
-        raise ValueError(
-            f"The dataset has no split {name!r} but {list(splits)}: choose one with `{flag}`{hint}"
-        )
+        choice = f"choose one with `{flag}`{nearest(name, splits)}"
+        raise ValueError(f"The dataset has no split {name!r} but {list(splits)}: {choice}")
     return splits[name]
 
 

@@ -26,14 +26,9 @@ class Agreement:
             rank.topology, rank.store, rank.settings.preemption_grace, rank.watch
         )
 
-    def facts(self) -> Facts:
-        """Return an empty collection for facts of this rank."""
-        return Facts(self._rank.topology)
-
     def compare(self, facts: Facts) -> list[Disagreement]:
-        """Compare facts of all ranks; every rank calls it and gets the same answer. A single process has none."""
-        topology = self._rank.topology
-        return [] if topology.world_size == 1 else disagreements(self.meeting, topology, facts)
+        """Compare facts of all ranks; every rank calls it and gets the same answer."""
+        return disagreements(self.meeting, self._rank.topology, facts)
 
     def meet(self, request: str = "") -> list[str]:
         """Wait for all ranks in a meeting, and return the words that any of them brought; see [`Meeting.wait`].

@@ -1,11 +1,11 @@
 """Clocks of a node's engines, as one of its ranks reads them after each weight sync."""
 
+import numpy as np
+
 from ..engine.client import EngineClient
 from ..wire.messages import Done, Message
 
-# busy seconds, total seconds, row-seconds over slots, and seconds of the last rows of each round
-EngineClock = tuple[float, float, float, float]
-ZERO: EngineClock = (0.0, 0.0, 0.0, 0.0)
+NUM_CLOCKS = 4  # busy seconds, total seconds, row-seconds over slots, and seconds of the last rows of each round
 
 
 class EngineClocks:
@@ -16,36 +16,31 @@ class EngineClocks:
     """
 
     def __init__(self) -> None:
-        self.seconds: list[EngineClock] = []  # per engine, at the last sync
+        self.seconds = np.zeros((0, NUM_CLOCKS))  # per engine, at the last sync
         # by engine: number of the process whose clock was read last
         self._starts: dict[int, int] = {}
-        self._offsets: dict[int, EngineClock] = {}  # by engine: clocks of the processes before it
+        self._offsets: dict[int, np.ndarray] = {}  # by engine: clocks of the processes before it
         self._kv_use = 0.0
 
     def read(self, replies: list[tuple[EngineClient, Message]], num_engines: int) -> None:
         """Read the clocks from the replies of the engines."""
-        is_first = not self.seconds
-        clocks = list(self.seconds) or [ZERO] * num_engines
+        is_first = not len(self.seconds)
+        clocks = np.zeros((num_engines, NUM_CLOCKS)) if is_first else self.seconds.copy()
         for client, reply in replies:
             assert isinstance(reply, Done)
             index = client.index
             if client.ready.start != self._starts.get(index, 0):
                 self._starts[index] = client.ready.start
-                self._offsets[index] = clocks[index]
+                self._offsets[index] = clocks[index].copy()
             times = reply.times
-            read = (times.busy_s, times.clock_s, times.slot_s, times.tail_s)
+            read = np.array([times.busy_s, times.clock_s, times.slot_s, times.tail_s])
             if is_first:
-                self._offsets[index] = _sum(ZERO, read, sign=-1.0)
-            clocks[index] = _sum(read, self._offsets.get(index, ZERO))
+                self._offsets[index] = -read
+            clocks[index] = read + self._offsets.get(index, 0.0)
             self._kv_use = max(self._kv_use, reply.kv_use)
-        self.seconds = clocks  # a new list: the meter keeps the one before
+        self.seconds = clocks
 
     def take_kv_use(self) -> float:
         """Return the greatest share of an engine's key-value cache that was in use, up to the last sync."""
         use, self._kv_use = self._kv_use, 0.0
         return use
-
-
-def _sum(one: EngineClock, other: EngineClock, sign: float = 1.0) -> EngineClock:
-    busy_s, clock_s, slot_s, tail_s = (a + sign * b for a, b in zip(one, other, strict=True))
-    return busy_s, clock_s, slot_s, tail_s

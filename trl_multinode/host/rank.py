@@ -55,8 +55,7 @@ class RankContext:
             if self.topology.is_local_main and (idle := idle_gpus(self.devices)):
                 warn(f"node {self.topology.node}: {idle}")
             self.transport = choose(self.settings.weight_transport, machine_of(self.devices))
-            if self.store is not None:
-                self.watch.watch_local_ranks(self.store)
+            self.watch.watch_local_ranks(self.store)
 
     def _check(self) -> EngineDevices:
         self.topology.check()

@@ -12,6 +12,7 @@ from ..rollouts.staleness import StalenessMeter, summarize_rounds
 from ..run.phases import PHASES
 from ..run.reporter import report
 from ..run.splits import StepTimes, split_advice
+from ..run.topology import reserved_per_node
 from ..weights.timings import SyncTimings, sync_metrics
 from .flops import model_flops, peak_flops
 from .metrics import RankNumbers, RunShape, StepSums, step_metrics
@@ -60,19 +61,12 @@ class StepReport:
         topology = host.topology
         self._shape = RunShape(
             ranks_per_node=topology.ranks_per_node,
-            devices=topology.num_nodes * (topology.ranks_per_node + self._reserved),
+            devices=topology.num_nodes
+            * (topology.ranks_per_node + reserved_per_node(host.devices)),
             iterations=iterations,
             flops=model_flops(model),
             peak_flops=peak_flops(host.settings, accelerator.device),
         )
-
-    @property
-    def _reserved(self) -> int:
-        """Devices per node that only engines use; on a CPU, an engine counts as one device."""
-        devices = self._host.devices
-        if devices.shared_with_training:
-            return 0
-        return sum(map(len, devices.per_engine)) or len(devices.per_engine)
 
     def restart(self) -> None:
         """Forget the time since the last log, because the script trains again."""
@@ -180,9 +174,8 @@ class StepReport:
         if host.topology.rank == 0:
             times = StepTimes(mean["generate"], mean["train"], mean["tail"])
             ahead, in_flight = host.settings.max_staleness > 0, host.settings.in_flight
-            report(
-                split_advice(times, host.topology.ranks_per_node, self._reserved, ahead, in_flight)
-            )
+            training, reserved = host.topology.ranks_per_node, reserved_per_node(host.devices)
+            report(split_advice(times, training, reserved, ahead, in_flight))
 
     def _seconds_per_step(self, ranks: list[RankNumbers], steps: int) -> dict[str, float]:
         """Return the slowest rank's seconds per step in each phase, and those of the tail of generation."""

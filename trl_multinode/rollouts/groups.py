@@ -10,6 +10,7 @@ Nothing in here is a collective, and nothing depends on a trainer: a rank's grou
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -204,7 +205,7 @@ class OpenGroups:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.ended_rows = self.ended_tokens = 0  # since the last `take_counts`
+        self.counts = Counter[str]()  # since the last `take_counts`
         self._generated_s = self._waited_s = 0.0
 
     @property
@@ -351,8 +352,7 @@ class OpenGroups:
         self._check(rollout, request.min_update)
         with self._changed:
             self._store(request.group, row, rollout)
-            self.ended_rows += 1
-            self.ended_tokens += len(rollout.tokens)
+            self.counts.update(ended_rows=1, ended_tokens=len(rollout.tokens))
             self._changed.notify_all()
 
     def _store(self, group_id: GroupId, row: int, rollout: Rollout) -> None:
@@ -390,11 +390,10 @@ class OpenGroups:
             thread.join()
         self._error = None
 
-    def take_counts(self) -> tuple[int, int]:
+    def take_counts(self) -> Counter[str]:
         """Return the number of rows that ended since the last call, and of their tokens."""
         with self._changed:
-            counts = self.ended_rows, self.ended_tokens
-            self.ended_rows = self.ended_tokens = 0
+            counts, self.counts = self.counts, Counter()
         return counts
 
     def take_seconds(self) -> tuple[float, float]:

@@ -92,8 +92,8 @@ class DivergenceMonitor:
                 tokens have a NaN log-prob; the message names node, rank and weight version.
         """
         self._follow_settings()
-        mask = trained_mask(output).bool()
-        trained = mask.nonzero(as_tuple=True)  # once, because it makes the host wait for the device
+        # once, because it makes the host wait for the device
+        trained = trained_mask(output).nonzero(as_tuple=True)
         scores = {
             side: output[key][trained].float() for side, key in SIDES.items() if key in output
         }
@@ -106,13 +106,11 @@ class DivergenceMonitor:
                     "The log-prob check of the engines is off, because vllm_importance_sampling_correction is False."
                 )
                 self.limit = 0.0
-        elif not stale:
-            self._judge(scores)
-        elif self._requested is not None:
-            scores = self._rescored(output, mask)
-            check_nan(self._where, scores, self._generation.version, self._generation.version)
-            if scores:
-                self._judge(scores)
+        else:
+            present = self.present_logps(output, stale)[trained]
+            difference = (scores["trainer"] - present).abs()
+            # 0 if there is no number
+            self._judge(difference.nanmean().nan_to_num(posinf=float("inf")).item())
         return counts
 
     def _follow_settings(self) -> None:
@@ -153,14 +151,9 @@ class DivergenceMonitor:
                 Trained tokens, and those of them for which the trainer has NaN.
         """
         raise_for_nan(self._where, tokens, nan, ["trainer"], self._generation.version)
-        self._judge_mean(difference / compared if compared else 0.0)
+        self._judge(difference / compared if compared else 0.0)
 
-    def _judge(self, scores: dict[str, torch.Tensor]) -> None:
-        difference = (scores["trainer"] - scores["engine"]).abs()
-        # 0 if there is no number
-        self._judge_mean(difference.nanmean().nan_to_num(posinf=float("inf")).item())
-
-    def _judge_mean(self, difference: float) -> None:
+    def _judge(self, difference: float) -> None:
         self.last = difference
         if self.limit and self.last > self.limit:
             kwargs = ", ".join(self._host.settings.engine_kwargs) or "none set"
@@ -203,15 +196,6 @@ class DivergenceMonitor:
                     self._generation.version.update,
                 )
                 self._requested = row, len(tokens) - len(prompt), client, request_id
-
-    def _rescored(self, output: dict, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the log-probs of the trained tokens of the row that `ask` chose; none if its engine has ended."""
-        assert self._requested is not None
-        row = self._requested[0]
-        scored = self._fetched()
-        trained = mask[row][: len(scored)].cpu()
-        own = output[SIDES["trainer"]][row][: len(scored)].float().cpu()
-        return {"engine": scored[trained], "trainer": own[trained]} if len(scored) else {}
 
     def _fetched(self) -> torch.Tensor:
         """Wait for the score that `ask` requested; empty if its engine has ended."""

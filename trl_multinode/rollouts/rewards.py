@@ -10,6 +10,7 @@ import torch
 
 from ..libraries import replaced
 from ..run.reporter import warn
+from ..run.values import listed
 from .reward_call import Call, as_rewards, with_rows
 from .user_calls import UserCalls
 
@@ -94,11 +95,8 @@ class RewardCalls(UserCalls):
         ranks = tuple(is_nan.all(dim=1).nonzero().flatten().tolist())
         if ranks and ranks not in self._warned and self.topology.rank == 0:
             self._warned.add(ranks)
-            names = ", ".join(
-                f"{rank} (node {rank // self.topology.ranks_per_node})" for rank in ranks[:8]
-            )
-            more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-            what = f"no reward function gave a reward to any of the {is_nan.shape[1]} rows of rank {names}{more}"
+            names = [f"{rank} (node {self.topology.node_of(rank)})" for rank in ranks]
+            what = f"no reward function gave a reward to any of the {is_nan.shape[1]} rows of rank {listed(names, 8)}"
             what += (
                 " (got NaN or None). TRL trains on none of them; `rewards/all_nan_rows` counts them"
             )

@@ -17,6 +17,7 @@ waits for as many as it trains. Near the end of an epoch or of the run no batch 
 groups that are open, and every group that was begun is trained exactly once.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -98,7 +99,7 @@ class Rounds:
         self.updates = UpdateLog(where)
         self.groups = open_groups(stream, self.updates.check)
         self.taken: list[Group] = []  # groups of the current round
-        self.swapped_rows = self.swaps = 0  # since the last `take_swaps`
+        self._swaps = Counter[str]()  # since the last `take_swaps`
         self._open_rounds = open_rounds
         self._max_age = max_age
         self._seeds = seeds
@@ -133,8 +134,7 @@ class Rounds:
     def add_update(self, version: WeightVersion, trains: bool) -> None:
         """Record an update before it is sent, for the current round or, from an evaluation, for the next one."""
         self.updates.add(version, self._number if trains else self._number + 1)
-        self.swaps += 1
-        self.swapped_rows += self.groups.rows_under_way
+        self._swaps.update(swaps=1, swapped_rows=self.groups.rows_under_way)
 
     def begin_following(self, version: WeightVersion) -> tuple[int, int]:
         """Begin the groups of the batches up to `max_staleness` ahead, and the missing rows of a checkpoint.
@@ -237,10 +237,9 @@ class Rounds:
         rows = ((row, group.begun) for group in self.taken for row in group.rows)
         return self.updates.ages(rows, self._number, version)
 
-    def take_swaps(self) -> tuple[int, int]:
+    def take_swaps(self) -> Counter[str]:
         """Return the number of updates since the last call, and of the rows that were under way then, summed."""
-        swaps = self.swaps, self.swapped_rows
-        self.swaps = self.swapped_rows = 0
+        swaps, self._swaps = self._swaps, Counter()
         return swaps
 
     # ---- a run that ended early, and checkpoints --------------------------------------------------------------------

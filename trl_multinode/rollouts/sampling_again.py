@@ -14,6 +14,7 @@ an attempt is drawn by a stateless generator from the run's seed, the round, the
 import copy
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ class SamplingAgain:
         self._collate = trainer._get_collator_with_removed_columns(lambda batch: batch, "training")
         # of the dataset, whose transform may not be safe in threads, and of the counts
         self._lock = threading.Lock()
-        self._counts = [0, 0, 0, 0]
+        self._counts = Counter[str]()
 
     def sample(
         self, group: Group, make: Callable[[Group], Recorded], drop: Callable[[Recorded], None]
@@ -149,18 +150,18 @@ class SamplingAgain:
             "a part of the answer), raise `num_generations` or `temperature`, or raise `dynamic_sampling`."
         )
 
-    def take_counts(self) -> tuple[int, int, int, int]:
-        """Return the number of groups sampled since the last call, of those that were dropped, and of both tokens."""
+    def take_counts(self) -> Counter[str]:
+        """Return the groups and tokens that were sampled since the last call, and those that were dropped."""
         with self._lock:
-            groups, dropped, tokens, dropped_tokens = self._counts
-            self._counts = [0, 0, 0, 0]
-        return groups, dropped, tokens, dropped_tokens
+            counts, self._counts = self._counts, Counter()
+        return counts
 
     def _count(self, recorded: Recorded, dropped: bool) -> None:
         tokens = sum(len(row.tokens) for turn in recorded.turns for row in turn.rows)
-        added = (1, int(dropped), tokens, tokens * dropped)
         with self._lock:
-            self._counts = [old + new for old, new in zip(self._counts, added, strict=True)]
+            self._counts.update(sampled_groups=1, sampled_tokens=tokens)
+            if dropped:
+                self._counts.update(dropped_groups=1, dropped_tokens=tokens)
 
     def _flat(self, rewards: torch.Tensor) -> torch.Tensor:
         weights = self._trainer.reward_weights.detach().cpu().float()
@@ -186,22 +187,22 @@ def are_flat(rewards: torch.Tensor, weights: torch.Tensor, aggregation: str) -> 
     unscorable = rewards.isnan().all(dim=2)
     if aggregation == "normalize_then_sum":
         rewards = rewards.double()
-        mean, std = _moments(rewards, dim=1)
+        mean, std = _moments(rewards)
         rewards = (rewards - mean) / (std + TRLS_EPSILON)
     total = (rewards * weights).nansum(dim=2).masked_fill(unscorable, torch.nan)
     # in float32, equal rewards of 100.3 have one of 7e-6
-    std = _moments(total.double(), dim=1)[1].squeeze(1)
+    std = _moments(total.double())[1].squeeze(1)
     first = total.gather(1, (~unscorable).int().argmax(dim=1, keepdim=True))
     # infinite ones, and single ones, have no standard deviation
     equal = (total.eq(first) | unscorable).all(dim=1)
     return equal | (std <= TOLERANCE)
 
 
-def _moments(values: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and standard deviation without NaN, as TRL's `nanstd`: NaN for fewer than two values."""
-    mean = values.nanmean(dim=dim, keepdim=True)
-    count = (~values.isnan()).sum(dim=dim, keepdim=True)
-    squares = (values - mean).square().nansum(dim=dim, keepdim=True)
+    mean = values.nanmean(dim=1, keepdim=True)
+    count = (~values.isnan()).sum(dim=1, keepdim=True)
+    squares = (values - mean).square().nansum(dim=1, keepdim=True)
     return mean, (squares / (count - 1)).sqrt().masked_fill(count < 2, torch.nan)
 
 

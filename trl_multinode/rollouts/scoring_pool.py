@@ -4,7 +4,6 @@ import functools
 import inspect
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import msgspec
 
 from ..errors import ConfigurationError, RolloutError
 from ..wire.stop_signals import stop_signals_blocked
+from ..wire.supervisor import exit_words
 from .reward_call import Call
 from .scoring_process import Answer, Request, encoded
 from .user_calls import UserCalls
@@ -91,12 +91,7 @@ class ScoringProcess:
         return f", in process {self.pid}, which does not say where"
 
     def how_it_ended(self) -> str:
-        code = self._process.wait()
-        return (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"exited with code {code}"
-        )
+        return exit_words(self._process.wait())
 
     def kill(self) -> None:
         """End the process, also while its function runs."""

@@ -5,19 +5,18 @@ all are equal (Kong, 1992). The weights are `exp(trainer log-prob - sampler log-
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..wire.messages import WeightVersion
 from .monitor import trained_mask
 from .rounds import Rounds
 
-# Of an engine since its start: busy seconds, all seconds, row-seconds over slots, seconds with under 10 % of the rows
-Clocks = tuple[float, float, float, float]
 MOST_LOG_WEIGHT = 300.0  # the sum of squares of 10^9 weights stays a number in float64
 
 
@@ -62,7 +61,6 @@ class RoundSums:
 
 
 NUM_SUMS = len(fields(RoundSums))
-NO_CLOCKS = (0.0, 0.0, 0.0, 0.0)
 # Metrics that are a share or a mean: one sum of all ranks over another, left out where the latter is 0
 RATIOS = {
     "engine/busy": ("engine_busy_s", "engine_clock_s"),
@@ -94,12 +92,12 @@ class StalenessMeter:
         self._high = getattr(args, "vllm_importance_sampling_clip_max", None)
         self._sums = RoundSums()
         self._since = time.monotonic()
-        self._clocks = NO_CLOCKS  # sums over the node's engines
+        self._clocks = np.zeros(4)  # sums over the node's engines
 
-    def restart(self, engine_clocks: list[Clocks]) -> None:
+    def restart(self, engine_clocks: np.ndarray) -> None:
         """Begin the shares of time anew, because a training begins: the time until now was that of its set-up."""
         self._since = time.monotonic()
-        self._clocks = summed(engine_clocks)
+        self._clocks = engine_clocks.sum(axis=0)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -130,19 +128,13 @@ class StalenessMeter:
                 sums.taken_rows += 1
                 sums.taken_tokens += len(row.tokens)
                 sums.mixed_rows += len(row.versions) > 1
-        ended_rows, ended_tokens = rounds.groups.take_counts()
-        sums.ended_rows += ended_rows
-        sums.ended_tokens += ended_tokens
-        swaps, swapped_rows = rounds.take_swaps()
-        sums.swaps += swaps
-        sums.swapped_rows += swapped_rows
+        self.add(rounds.groups.take_counts())
+        self.add(rounds.take_swaps())
 
-    def add_sampled(self, groups: int, dropped: int, tokens: int, dropped_tokens: int) -> None:
-        """Add the groups that `dynamic_sampling` sampled, those of them that it dropped, and the tokens of both."""
-        self._sums.sampled_groups += groups
-        self._sums.dropped_groups += dropped
-        self._sums.sampled_tokens += tokens
-        self._sums.dropped_tokens += dropped_tokens
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Add counts to the sums that have their names in [`RoundSums`]."""
+        for name, count in counts.items():
+            setattr(self._sums, name, getattr(self._sums, name) + count)
 
     def add_checked(self, trained_tokens: int, nan_tokens: int) -> None:
         """Add the tokens that the check of log-probs counted in a training round."""
@@ -185,7 +177,7 @@ class StalenessMeter:
     def take(
         self,
         ahead: tuple[float, float],
-        engine_clocks: list[Clocks],
+        engine_clocks: np.ndarray,
         kv_use: float = 0.0,
         restarts: int = 0,
     ) -> RoundSums:
@@ -194,7 +186,7 @@ class StalenessMeter:
         Args:
             ahead (`tuple[float, float]`):
                 Seconds of generating ahead, and the part of them in which the rank waited.
-            engine_clocks (`list[Clocks]`):
+            engine_clocks (`np.ndarray` of shape `(engines, 4)`):
                 Busy seconds, total seconds, row-seconds over slots and seconds with fewer than 10 % of the rows, of
                 every engine of the node, since its start.
             kv_use (`float`, *optional*, defaults to 0):
@@ -206,19 +198,13 @@ class StalenessMeter:
         sums.ahead_s, sums.waited_s = ahead
         sums.engine_kv_use = kv_use
         sums.engine_restarts = restarts
-        now, clocks = time.monotonic(), summed(engine_clocks)
+        now, clocks = time.monotonic(), engine_clocks.sum(axis=0)
         sums.wall_s = now - self._since
         sums.engine_busy_s, sums.engine_clock_s, sums.engine_slot_s, sums.engine_tail_s = (
-            later - earlier for later, earlier in zip(clocks, self._clocks, strict=True)
-        )
+            clocks - self._clocks
+        ).tolist()
         self._since, self._clocks = now, clocks
         return sums
-
-
-def summed(engine_clocks: list[Clocks]) -> Clocks:
-    """Return the clocks of all engines of a node together."""
-    busy, clock, slot, tail = map(sum, zip(NO_CLOCKS, *engine_clocks, strict=True))
-    return busy, clock, slot, tail
 
 
 def summarize_rounds(ranks: list[RoundSums], idle_s: list[float]) -> dict[str, float]:

@@ -1,18 +1,16 @@
 """Nodes in the place of addresses: gloo and NCCL name a lost peer by an address, which tells a reader nothing."""
 
-import fcntl
 import json
 import re
 import socket
-import struct
-from contextlib import suppress
+
+import psutil
 
 from .store import RunStore
 from .topology import Topology
 
 # as gloo and NCCL write it, before the port
 ADDRESS = re.compile(r"\[?\b((?:\d{1,3}\.){3}\d{1,3})\]?(?=[:<]\d)")
-SIOCGIFADDR = 0x8915  # Linux: address of an interface
 
 
 def register(store: RunStore, topology: Topology) -> None:
@@ -40,20 +38,13 @@ def with_nodes(text: str, store: RunStore, topology: Topology) -> str:
 
 
 def _addresses_of(node: int, store: RunStore) -> list[str]:
-    found: list[str] = []
     key = f"address/{node}"
-    store.lend(
-        lambda client: found.extend(json.loads(client.get(key))) if client.check([key]) else None
-    )
-    return found
+    found = store.lend(lambda client: client.get(key) if client.check([key]) else None)
+    return json.loads(found or "[]")
 
 
 def own_addresses() -> list[str]:
     """Return the IPv4 addresses of this computer's interfaces, without the loopback."""
-    found = set()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-                found.add(socket.inet_ntoa(answer[20:24]))
+    every = [one for of_interface in psutil.net_if_addrs().values() for one in of_interface]
+    found = {one.address for one in every if one.family == socket.AF_INET}
     return sorted(address for address in found if not address.startswith("127."))

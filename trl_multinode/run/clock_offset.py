@@ -20,23 +20,21 @@ LONGEST_WAIT = timedelta(seconds=5)  # for a rank that has just left the same me
 
 
 def clock_offset(
-    topology: Topology, store: "Store | None", now: Callable[[], float] = time.time
+    topology: Topology, store: "Store", now: Callable[[], float] = time.time
 ) -> float | None:
     """Return the seconds by which this node's clock is ahead of node 0's. Every rank calls it, right after a meeting.
 
     Args:
         topology (`Topology`):
             Topology of the calling rank.
-        store (`torch.distributed.Store`, *optional*):
-            Client of this thread; `None` for a single process.
+        store (`torch.distributed.Store`):
+            Client of this thread.
         now (`Callable[[], float]`, *optional*):
             Clock of this node.
 
     Returns:
         `float` or `None`: `None` if a rank did not respond within 5 s; a run does not end for that.
     """
-    if store is None:
-        return 0.0
     with suppress(RuntimeError):  # the store's errors; if it is gone, the watchdog ends the run
         if topology.rank == 0:
             _serve(topology, store, now)

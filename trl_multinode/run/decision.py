@@ -22,23 +22,21 @@ class StepDecision:
     Args:
         topology (`Topology`):
             Topology of this rank.
-        store (`torch.distributed.Store`, *optional*):
-            Client of the thread that trains; `None` for a single process.
+        store (`torch.distributed.Store`):
+            Client of the thread that trains.
         name (`str`):
             Name of the decision, which separates its keys from others.
     """
 
-    def __init__(self, topology: Topology, store: Store | None, name: str):
+    def __init__(self, topology: Topology, store: Store, name: str):
         self._topology = topology
         self._store = store
         self._name = name
         self._training = 0  # calls of `train` so far, the same number on all ranks
-        self._asked = 0  # of a single process: the last step for which it asked
 
     def begin_training(self) -> None:
         """Begin to count steps anew. Every rank calls it equally often."""
         self._training += 1
-        self._asked = 0
 
     def ask(self, step: int, store: Store | None = None) -> bool:
         """Ask for yes at the end of `step`; return whether that is decided.
@@ -50,15 +48,10 @@ class StepDecision:
                 Client of the calling thread, if that is not the thread that trains.
         """
         client = store or self._store
-        if client is None:
-            self._asked = step
-            return True
         return client.compare_set(self._key(step), "", "yes") == b"yes"
 
     def read(self, step: int, asks: bool = False) -> bool:
         """Return the decision about `step`, which is yes if this rank comes first and `asks`. Every rank calls it."""
-        if self._store is None:
-            return asks or self._asked == step
         decision = self._store.compare_set(self._key(step), "", "yes" if asks else "no")
         if self._topology.rank == 0:
             # all ranks have read it, because step - 1 has ended

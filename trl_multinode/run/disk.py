@@ -82,14 +82,12 @@ def _path_of(error: BaseException) -> list[str]:
 
 
 def _nearly_full(folders: Mapping[str, Path]) -> list[str]:
-    free = {setting: _free(path) for setting, path in folders.items()}
-    return _all(
-        {
-            name: folders[name]
-            for name, count in free.items()
-            if count is not None and count < NEARLY_FULL
-        }
-    )
+    found = {}
+    for setting, path in folders.items():
+        free = _free(path)
+        if free is not None and free < NEARLY_FULL:
+            found[setting] = path
+    return _all(found)
 
 
 def _all(folders: Mapping[str, Path]) -> list[str]:

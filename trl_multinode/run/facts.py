@@ -14,7 +14,7 @@ from typing import Any
 
 from .meeting import Meeting
 from .topology import Topology
-from .values import digest_of, flat, is_secret, shown
+from .values import digest_of, flat, is_secret, listed, shown
 
 MOST_SETS = (
     4  # that differ and are split further, and so about the number of facts that a message names
@@ -62,9 +62,9 @@ class Facts:
         """Add a value, a nested dict as one fact for each of its parts."""
         self.texts |= {(self.scopes[by_node], part): text for part, text in flat(name, value)}
 
-    def add_all(self, values: Mapping[str, Any], by_node: bool = False) -> None:
+    def add_all(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
-            self.add(name, value, by_node)
+            self.add(name, value)
 
 
 def disagreements(meeting: Meeting, topology: Topology, facts: Facts) -> list[Disagreement]:
@@ -159,7 +159,4 @@ def _values(
 
 
 def _named(what: str, numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
-    return (
-        f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:MOST_NAMED]))}{more}"
-    )
+    return f"{what}{'s' if len(numbers) > 1 else ''} {listed(numbers, MOST_NAMED)}"

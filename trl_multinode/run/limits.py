@@ -3,7 +3,8 @@
 import os
 import resource
 from contextlib import suppress
-from pathlib import Path
+
+from ..wire.process_end import stat_fields
 
 CONNECTIONS_PER_RANK = 3  # torch's own, the watch thread's and the main thread's
 MOST_WRAPPERS = 3
@@ -40,8 +41,13 @@ def launchers() -> list[int]:
                 found.append(pid)
             if is_python:
                 break
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            pid = parent_of(pid)
     return found
+
+
+def parent_of(pid: int) -> int:
+    """Return the pid of a process's parent."""
+    return int(stat_fields(pid)[1])
 
 
 def runs_python(pid: int) -> bool:

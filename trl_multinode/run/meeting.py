@@ -32,7 +32,7 @@ NUMBERS = (
 
 
 class Meeting:
-    """Meeting of all ranks, as one of them takes part in it. A single process meets nobody.
+    """Meeting of all ranks, as one of them takes part in it. A single process meets itself.
 
     ```python
     meeting = Meeting(topology, store)
@@ -42,15 +42,15 @@ class Meeting:
     Args:
         topology (`Topology`):
             Topology of this rank.
-        store (`torch.distributed.Store`, *optional*):
-            Client that only the thread which calls `wait` uses; `None` for a single process.
+        store (`torch.distributed.Store`):
+            Client that only the thread which calls `wait` uses.
     """
 
-    def __init__(self, topology: Topology, store: Store | None):
+    def __init__(self, topology: Topology, store: Store):
         self._topology = topology
         self._store = store
-        self._number = 0  # of this rank's meetings so far
-        self._waits_since: float | None = None
+        self.arrivals = 0  # of this rank so far
+        self.waits_since: float | None = None  # the begin of the wait that goes on
         # a byte per rank: its last meeting; then a byte of the last meeting that is over, and whether it has words
         self._node = NodeMemory(topology, "trl_multinode_meeting", topology.ranks_per_node + 1)
         self._by_node = False
@@ -65,58 +65,59 @@ class Meeting:
         Returns:
             `list[str]`: the different words of all ranks, the same on every rank.
         """
-        if self._store is None:
-            return sorted(set(request.split()))
-        self._number += 1
-        self._waits_since = time.monotonic()
+        self.arrivals += 1
+        self.waits_since = time.monotonic()
         try:
-            return sorted(set(self._arrive(self._store, request).split()))
+            return sorted(set(self._arrive(request).split()))
         except RuntimeError:
             # the store is gone; the watch thread ends this process
             time.sleep(STORE_TIMEOUT_S + 2 * GRACE_S)
             raise
         finally:
-            self._waits_since = None
+            self.waits_since = None
 
-    def _arrive(self, store: Store, request: str) -> str:
+    def _arrive(self, request: str) -> str:
+        store = self._store
         if request:  # before the arrival, so that the last rank finds it
-            asked = f"asked/{self._number}"
+            asked = f"asked/{self.arrivals}"
             store.append(asked, f"{request} ")
             store.check([asked])  # `append` has no reply, and another rank may arrive for this one
         if self._by_node:
-            return self._arrive_at_node(store)
+            return self._arrive_at_node()
         apart = f"apart/{self._topology.node}"
         # the local main process makes the memory before the first meeting, the others open it before the second
-        if self._number == (1 if self._topology.is_local_main else 2):
+        if self.arrivals == (1 if self._topology.is_local_main else 2):
             try:
                 self._node.open(store)
             except OSError:  # /proc with `hidepid`, or ranks in containers of their own
                 store.set(apart, "")
-        requests = self._meet(store, 1)
-        self._by_node = self._number == 2 and not store.check([apart])
+        requests = self._meet(1)
+        self._by_node = self.arrivals == 2 and not store.check([apart])
         return requests
 
-    def _arrive_at_node(self, store: Store) -> str:
+    def _arrive_at_node(self) -> str:
         """Arrive in the memory of the node, whose local main process arrives at the store for all its ranks."""
-        memory, number = self._node.memory, self._number % NUMBERS
+        memory, number = self._node.memory, self.arrivals % NUMBERS
         memory[self._topology.local_rank] = number
         if not self._topology.is_local_main:
             _look_until(lambda: memory[-1] % NUMBERS == number)
-            return store.get(f"met/{self._number}").decode() if memory[-1] >= NUMBERS else ""
+            met = f"met/{self.arrivals}"
+            return self._store.get(met).decode() if memory[-1] >= NUMBERS else ""
         _look_until(lambda: {*memory[:-1]} == {number})
-        requests = self._meet(store, self._topology.ranks_per_node)
+        requests = self._meet(self._topology.ranks_per_node)
         memory[-1] = number + (NUMBERS if requests else 0)
         return requests
 
-    def _meet(self, store: Store, num_ranks: int) -> str:
+    def _meet(self, num_ranks: int) -> str:
         """Arrive at the store for some ranks, and wait for the others."""
-        asked, met = f"asked/{self._number}", f"met/{self._number}"
+        store = self._store
+        asked, met = f"asked/{self.arrivals}", f"met/{self.arrivals}"
         # more: repeated after a reset
-        if store.add(f"arrived/{self._number}", num_ranks) >= self._topology.world_size:
+        if store.add(f"arrived/{self.arrivals}", num_ranks) >= self._topology.world_size:
             requests = store.get(asked).decode() if store.check([asked]) else ""
             store.set(met, requests)  # wakes the others
             for key in ("arrived", "met", "asked"):
-                store.delete_key(f"{key}/{self._number - 2}")  # all have left that meeting
+                store.delete_key(f"{key}/{self.arrivals - 2}")  # all have left that meeting
             return requests
         while not store.check([met]):
             with suppress(DistStoreError):  # `LONGEST_WAIT` is over
@@ -125,18 +126,9 @@ class Meeting:
 
     def is_missed(self, store: Store) -> bool:
         """Return whether another rank waits for this one in a meeting to which it has not come."""
-        number = self._number + 1
+        number = self.arrivals + 1
         here = self._node.memory[:-1] if self._by_node else b""
         return number % NUMBERS in here or store.check([f"arrived/{number}"])
-
-    @property
-    def arrivals(self) -> int:
-        return self._number
-
-    @property
-    def waits_since(self) -> float | None:
-        """Time at which the wait began that goes on. Any thread may ask."""
-        return self._waits_since
 
 
 def _look_until(is_over: Callable[[], bool]) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import ConfigurationError
+from ..wire.locks import machine
 from .endings.ending import write_whole
 from .endings.exit_codes import CONFIGURATION
 from .reporter import report
@@ -27,7 +28,6 @@ REWRITE_EVERY_S = 10.0
 TAKEN_OVER_AFTER_S = 30.0
 DYING_S = 3.0  # time for the process of an earlier launch to end
 POLL_S = 0.2
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a host
 
 _owned: dict[Path, "OutputOwner"] = {}  # of this process
 
@@ -123,7 +123,7 @@ class OutputOwner:
         """
         first = self._read()
         # that process is dead, because the lock was free
-        if first is None or first.get("boot") == boot_id():
+        if first is None or first.get("boot") == machine():
             return
         report(
             f"{self._folder.parent} belonged to a run on {first.get('host')} (pid {first.get('pid')}) that has not "
@@ -157,7 +157,7 @@ class OutputOwner:
     def _write(self) -> None:
         self._count += 1
         content = {
-            "host": socket.gethostname(), "pid": self.pid, "boot": boot_id(), "token": self._token,
+            "host": socket.gethostname(), "pid": self.pid, "boot": machine(), "token": self._token,
             "count": self._count,
         }  # fmt: skip
         with suppress(OSError):  # a full disk; the lock still holds
@@ -173,11 +173,3 @@ class OutputOwner:
                 self._fail(f"ConfigurationError: {self._refusal(found)}", code=CONFIGURATION)
                 return
             self._write()
-
-
-def boot_id() -> str:
-    """Return an id of this host's kernel since its start."""
-    try:
-        return BOOT_ID.read_text().strip()
-    except OSError:
-        return socket.gethostname()

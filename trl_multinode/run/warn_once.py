@@ -18,12 +18,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from .hooks import Hooks
+
 LONGEST_MEMORY = 1000  # distinct warnings; later ones all appear, so that a text with a counter fills neither memory
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _seen: set[str] = set()  # digests; also those of this process's earlier trainers
 
 
-class WarnOnce:
+class WarnOnce(Hooks):
     """Filter for the warnings of this process.
 
     ```python
@@ -38,10 +40,10 @@ class WarnOnce:
     """
 
     def __init__(self, is_first: Callable[[str], bool]):
+        super().__init__()
         self._is_first = is_first
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
         """Leave out repetitions from now on."""
@@ -59,7 +61,7 @@ class WarnOnce:
                 if self.is_new(f"{category.__name__}: {message} {filename}:{lineno}"):
                     show(message, category, filename, lineno, *args, **kwargs)
 
-            self._replace(warnings, "showwarning", show_once)
+            self.replace(warnings, "showwarning", show_once)
         handle = logging.Logger.handle
 
         def handle_once(logger: logging.Logger, record: logging.LogRecord) -> None:
@@ -69,12 +71,7 @@ class WarnOnce:
                     return
             handle(logger, record)
 
-        self._replace(logging.Logger, "handle", handle_once)
-
-    def restore(self) -> None:
-        """Show every warning again."""
-        while self._undo:
-            self._undo.pop()()
+        self.replace(logging.Logger, "handle", handle_once)
 
     def is_new(self, text: str) -> bool:
         """Return whether to show a warning: it is new in this process, and on this node."""
@@ -86,16 +83,6 @@ class WarnOnce:
                 return True  # a forked child must not use this rank's connection to the store
             _seen.add(digest)
         return not self._undo or self._is_first(digest)
-
-    def _replace(self, owner: Any, name: str, hook: Callable) -> None:
-        previous = getattr(owner, name)
-        setattr(owner, name, hook)
-
-        def undo() -> None:
-            if getattr(owner, name) is hook:  # otherwise the script has installed its own on top
-                setattr(owner, name, previous)
-
-        self._undo.append(undo)
 
 
 def is_library_warning(record: logging.LogRecord) -> bool:

@@ -3,11 +3,10 @@
 import json
 import os
 from hashlib import blake2b
-from importlib import metadata
 from pathlib import Path
 
 from ..errors import ConfigurationError
-from ..libraries import upgrade_command
+from ..libraries import installed, upgrade_command
 from .rotation import step_of, sync
 
 PREFIX = "checkpoint-"
@@ -22,6 +21,8 @@ MARKERS = OWN / "saving"
 # Users edit these (a learning rate, a chat template), so only their presence and their form are compared.
 TEXTS = (".json", ".jinja", ".md", ".model", ".py", ".txt")
 END_BYTES = 64 * 1024  # of both ends of a file: headers of safetensors, directories of `torch.save`
+# this library may run from its sources
+OWN_VERSION = installed("trl_multinode") or "(not installed)"
 TAKE_ANOTHER = "Name another one, or use `resume_from_checkpoint=True`, which takes the newest that is finished."
 
 
@@ -175,7 +176,7 @@ def check_format(folder: Path) -> None:
         writer = found.get("trl_multinode")
         raise ConfigurationError(
             f"{folder} has the checkpoint format {number} of trl_multinode {writer}; the installed version "
-            f"{_version()} knows formats up to {FORMAT_IN_FLIGHT}.",
+            f"{OWN_VERSION} knows formats up to {FORMAT_IN_FLIGHT}.",
             setting="resume_from_checkpoint",
             got=number,
             expected=FORMAT_IN_FLIGHT,
@@ -199,7 +200,9 @@ def was_in_flight(folder: Path) -> bool:
 def write_metadata(folder: Path, rank: int, ranks: int, in_flight: bool) -> None:
     """Write format, version and number of ranks of this launch; nodes that share the folder write the same."""
     number = FORMAT_IN_FLIGHT if in_flight else FORMAT
-    _replace_metadata(folder, rank, {"format": number, "trl_multinode": _version(), "ranks": ranks})
+    _replace_metadata(
+        folder, rank, {"format": number, "trl_multinode": OWN_VERSION, "ranks": ranks}
+    )
 
 
 def record_files(folder: Path, rank: int) -> None:
@@ -222,13 +225,6 @@ def _replace_metadata(folder: Path, rank: int, content: dict) -> None:
     sync(part)
     part.replace(folder / METADATA_FILE)
     sync(folder)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("trl-multinode")
-    except metadata.PackageNotFoundError:  # run from its sources, without an installation
-        return "(not installed)"
 
 
 def epochs_behind(folder: Path) -> int:

@@ -105,7 +105,7 @@ class HubTrainer(Trainer):
             self.init_hf_repo()
         if self.hub_model_id is None:
             return
-        with self._checked_hub(), without_token(self.args), self.host.phases("push"):
+        with self._checked_hub(), replaced(self.args, "hub_token", None), self.host.phases("push"):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _finish_current_push(self) -> None:
@@ -120,7 +120,7 @@ class HubTrainer(Trainer):
         if self.host is None:
             return super()._save(*args, **kwargs)
         # transformers pickles the arguments beside the model and pushes the file
-        with without_token(self.args):
+        with replaced(self.args, "hub_token", None):
             return super()._save(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -187,13 +187,3 @@ def check_push(args: TrainingArguments, call: dict[str, Any]) -> None:
             cure="Set `zero3_save_16bit_model: true` in the accelerate config, or "
             '`"stage3_gather_16bit_weights_on_model_save": true` in the DeepSpeed file.',
         )
-
-
-@contextmanager
-def without_token(args: TrainingArguments) -> Iterator[None]:
-    """Remove the Hub token from the arguments while the context is open."""
-    token, args.hub_token = args.hub_token, None
-    try:
-        yield
-    finally:
-        args.hub_token = token

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ..run.topology import EngineDevices, Topology
+from ..run.topology import EngineDevices, Topology, reserved_per_node
 from ..run.versions import local_versions
 
 # Names in `local_versions`, and in the card
@@ -56,7 +56,7 @@ def device_rows(topology: Topology, devices: EngineDevices) -> dict[str, str]:
     """Return the rows of the model card's table that describe devices and engines."""
     nodes, per_node = topology.num_nodes, len(devices.per_engine)
     engines = f"{nodes * per_node} ({per_node} per node)"
-    if on_cpu(devices):
+    if not devices.per_engine[0]:
         return {
             "Devices": "CPU only: no GPU trained, none was reserved",
             "vLLM engines": f"{engines}, on the CPU",
@@ -68,18 +68,6 @@ def device_rows(topology: Topology, devices: EngineDevices) -> dict[str, str]:
         "Reserved GPUs": f"{nodes * reserved} ({reserved} per node{shared})",
         "vLLM engines": engines,
     }
-
-
-def on_cpu(devices: EngineDevices) -> bool:
-    """Return whether the engines run on the CPU."""
-    return not devices.per_engine[0]
-
-
-def reserved_per_node(devices: EngineDevices) -> int:
-    """Count a node's GPUs reserved for engines (0 if any is a training GPU); on a CPU each engine is one device."""
-    if devices.shared_with_training:
-        return 0
-    return len(devices.per_engine) if on_cpu(devices) else sum(map(len, devices.per_engine))
 
 
 def num_devices(topology: Topology, devices: EngineDevices) -> int:

@@ -17,6 +17,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import SavedWeightsError
+from ..run.values import listed
 from ..weights.names import is_zero3, shape_of, without_wrappers
 
 # name in the file -> dtype as named by safetensors, full shape
@@ -153,9 +154,11 @@ def read_shards(folder: Path, weight_map: Mapping[str, str]) -> Weights:
         if not (folder / shard).is_file():
             raise wrong(folder, f"the index names {shard}, which is missing", "other")
         weights = read_file(folder / shard)
-        listed = {name for name, file in weight_map.items() if file == shard}
-        if strangers := sorted(listed ^ weights.keys()):
-            raise wrong(folder, f"{shard} and the index disagree about {some(strangers)}", "other")
+        in_index = {name for name, file in weight_map.items() if file == shard}
+        if strangers := sorted(in_index ^ weights.keys()):
+            raise wrong(
+                folder, f"{shard} and the index disagree about {listed(strangers, SHOWN)}", "other"
+            )
         found |= weights
     return found
 
@@ -192,13 +195,7 @@ def find_problems(found: Weights, expected: Weights) -> dict[str, str]:
         "differing": ("different", differing),
     }
     return {
-        kind: f"{len(names)} of {len(expected)} tensors {how}: {some(names)}"
+        kind: f"{len(names)} of {len(expected)} tensors {how}: {listed(names, SHOWN)}"
         for kind, (how, names) in lists.items()
         if names
     }
-
-
-def some(names: list[str]) -> str:
-    """Join the first names of a list, and count the others."""
-    shown = ", ".join(names[:SHOWN])
-    return f"{shown} and {len(names) - SHOWN} more" if len(names) > SHOWN else shown

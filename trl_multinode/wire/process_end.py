@@ -94,8 +94,12 @@ def start_time(pid: int, running: bool = False) -> int | None:
             Also return `None` for a process that has ended.
     """
     try:
-        # a name may have blanks
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = stat_fields(pid)
     except OSError:
         return None
     return None if running and fields[0] in ENDED else int(fields[19])
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Return what the kernel says of a process, from its state on; before it is a name, which may have blanks."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -184,9 +184,12 @@ def exit_cause(pid: int) -> str:
         return "ended"
     if info is None:
         return "ended"
-    if info.si_code == os.CLD_EXITED:
-        return f"exited with code {info.si_status}"
-    return f"was killed by {signal.Signals(info.si_status).name}"
+    return exit_words(info.si_status if info.si_code == os.CLD_EXITED else -info.si_status)
+
+
+def exit_words(code: int) -> str:
+    """Return how a process ended, from an exit code as `subprocess` has it: negative for a signal."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def watch_end(pid: int, on_exit: Callable[[int], None]) -> None:

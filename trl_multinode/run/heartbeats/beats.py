@@ -120,7 +120,7 @@ class Beats:
             return
         if now < self._next_beat or not self._on_duty(now):
             return
-        self._next_beat = now + (self._limits.beat_s or BEAT_S)
+        self._next_beat = now + BEAT_S
         states = self._read_node(now)
         store.set(
             f"beat/{self._topology.node}",

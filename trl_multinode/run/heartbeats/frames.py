@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 from types import FrameType
 
+from ...wire.process_end import stat_fields
+
 NUM_FRAMES = 3
 DISK_WAIT = "D"  # state of a thread that waits for a disk
 
@@ -36,11 +38,9 @@ def work_of(pid: int) -> tuple[int, str] | None:
     loads from a slow disk uses little CPU time.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        fields = stat_fields(pid)
     except OSError:
         return None
-    # the name before it may have spaces; field 3, the state, is the first
-    fields = stat.rpartition(")")[2].split()
     major_faults, user, system = int(fields[9]), int(fields[11]), int(fields[12])
     return major_faults + user + system, fields[0]
 

@@ -35,14 +35,11 @@ class Limits:
             Limit without progress of any rank, and of silence of a rank that uses the CPU; 0 for none.
         start_s (`float`):
             Limit of silence before a rank's first weight sync.
-        beat_s (`float`, *optional*):
-            Seconds between two beats of a node.
     """
 
     heartbeat_s: float
     stuck_s: float
     start_s: float
-    beat_s: float = 0.0
 
     def silence_s(self, synced: bool) -> float:
         """Return the limit of silence, or infinity."""
@@ -121,7 +118,7 @@ class RunJudge:
 
     def judge(self, now: float, store: Store) -> str | None:
         """Return the line that ends the run, or `None`."""
-        if now - self._last_look > JUDGE_LATE_S + self._limits.beat_s:
+        if now - self._last_look > JUDGE_LATE_S:
             self.forgive(now)
         self._last_look = now
         reads = now >= self._next_states

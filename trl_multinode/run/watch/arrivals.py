@@ -9,6 +9,7 @@ import psutil
 
 from ..reporter import report
 from ..topology import Topology
+from ..values import listed
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -51,9 +52,7 @@ class Arrivals:
 
     def look(self, store: "RunStore", has_trainer: bool) -> str:
         """Register this rank, then look for the others; return the reason if the run must end without them."""
-        late: list[str] = []
-        store.lend(lambda client: late.append(self._look(client, has_trainer)))
-        return late[0] if late else ""
+        return store.lend(lambda client: self._look(client, has_trainer)) or ""
 
     def _look(self, store: "Store", has_trainer: bool) -> str:
         self._signs.write(store, has_trainer)
@@ -89,10 +88,8 @@ class Arrivals:
         No process of ours is there to say so. But every launcher is a client of the store, and so is every rank that
         has imported this library; the store is in the launcher of this node, where its connections can be counted.
         """
-        registered = [
-            rank for rank in range(self._topology.world_size) if store.check([f"pid/{rank}"])
-        ]
-        missing = [rank for rank in range(self._topology.world_size) if rank not in registered]
+        missing = self._missing(store)
+        registered = {*range(self._topology.world_size)} - {*missing}
         here = [rank for rank in registered if not store.check([f"left/{rank}"])]
         connections = num_connections(int(os.environ["MASTER_PORT"]))
         launchers = connections - len(here)
@@ -111,6 +108,10 @@ class Arrivals:
             "output of these ranks: their script failed before that import, or their launch was stopped."
         )
 
+    def _missing(self, store: "Store") -> list[int]:
+        every = range(self._topology.world_size)
+        return [rank for rank in every if not store.check([f"pid/{rank}"])]
+
     def _reports(self, store: "Store") -> bool:
         """Return whether this rank is the one of node 0, or the one of the other nodes, that names missing ranks."""
         if self._is_reporter is None:
@@ -118,10 +119,8 @@ class Arrivals:
         return self._is_reporter
 
     def _names(self, ranks: list[int]) -> str:
-        names = ", ".join(
-            f"rank {rank} (node {self._topology.node_of(rank)})" for rank in ranks[:NAMED_RANKS]
-        )
-        return names + (f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else "")
+        names = [f"rank {rank} (node {self._topology.node_of(rank)})" for rank in ranks]
+        return listed(names, NAMED_RANKS)
 
     def _name_missing(self, store: "Store", now: float) -> str:
         """Report the missing ranks now and then; return why the run ends if they have been missing for too long.
@@ -134,9 +133,7 @@ class Arrivals:
         self._next_line = now + MISSING_EVERY_S
         if not self._reports(store):
             return ""
-        missing = [
-            rank for rank in range(self._topology.world_size) if not store.check([f"pid/{rank}"])
-        ]
+        missing = self._missing(store)
         if not missing:
             return ""
         names = self._names(missing)

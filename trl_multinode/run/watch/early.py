@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..limits import parent_of, runs_python
 from .exits import ScriptExits
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def is_rank(environ: Mapping[str, str]) -> bool:
     own = f"TORCHELASTIC_RUN_ID={environ['TORCHELASTIC_RUN_ID']}".encode()
     pid = os.getppid()
     while pid > 1 and own in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-        if os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python"):
+        if runs_python(pid):
             return False  # this process is a child of a rank; a shell in between is a wrapper of the user's
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        pid = parent_of(pid)
     return True

@@ -5,15 +5,17 @@ import dis
 import io
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from types import FrameType, TracebackType
 from typing import Any
+
+from ..hooks import Hooks
 
 EXIT_FUNCTIONS = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
 
 
-class ScriptExits:
+class ScriptExits(Hooks):
     """Hooks that notice how the main thread's script ends, wherever it does so.
 
     `sys.excepthook` gets every uncaught exception but `SystemExit`, of which Python keeps nothing for the functions of
@@ -26,10 +28,10 @@ class ScriptExits:
     """
 
     def __init__(self, on_exception: Callable[[BaseException], bool]):
+        super().__init__()
         self._on_exception = on_exception
         self._status: Any = None  # of the last call of an exit function
         self._script: FrameType | None = None
-        self._undo: list[Callable[[], None]] = []
 
     def watch(self) -> None:
         """Install the hooks."""
@@ -43,15 +45,14 @@ class ScriptExits:
             if not ours:
                 previous(kind, error, trace)
 
-        self._install(sys, "excepthook", hook)
+        self.replace(sys, "excepthook", hook)
         for owner, name in EXIT_FUNCTIONS:
             if hasattr(owner, name):  # `python -S` has no `exit`
-                self._install(owner, name, self._noticed(getattr(owner, name)))
+                self.replace(owner, name, self._noticed(getattr(owner, name)))
 
     def restore(self) -> None:
         """Remove the hooks, except those on top of which the script has installed its own."""
-        while self._undo:
-            self._undo.pop()()
+        super().restore()
         self._script = None
 
     def bad_status(self) -> Any:
@@ -63,16 +64,6 @@ class ScriptExits:
             return None
         return self._status
 
-    def _install(self, owner: Any, name: str, hook: Callable) -> None:
-        previous = getattr(owner, name)
-        setattr(owner, name, hook)
-
-        def undo() -> None:
-            if getattr(owner, name) is hook:
-                setattr(owner, name, previous)
-
-        self._undo.append(undo)
-
     def _noticed(self, leave: Callable) -> Callable:
         def leave_noticed(status: Any = None, /) -> None:
             if threading.current_thread() is threading.main_thread():
@@ -82,17 +73,11 @@ class ScriptExits:
         return leave_noticed
 
 
-@contextmanager
-def unbuffered() -> Iterator[None]:
+def unbuffered() -> AbstractContextManager:
     """Print to the real stderr inside: `init_process_group` installs a hook that calls earlier ones with a buffer as
     stderr, which a process that ends in one of them never prints."""
-    stderr = sys.stderr
-    if isinstance(stderr, io.StringIO) and sys.__stderr__ is not None:
-        sys.stderr = sys.__stderr__
-    try:
-        yield
-    finally:
-        sys.stderr = stderr
+    is_buffer = isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None
+    return redirect_stderr(sys.__stderr__) if is_buffer else nullcontext()
 
 
 def is_good(status: Any) -> bool:

@@ -1,6 +1,6 @@
-"""The failure that this rank reports, until the watch thread writes it to the store."""
+"""The failure of a rank before all ranks know it."""
 
-import threading
+import math
 import time
 
 from ..endings.fatal import Fatal
@@ -10,8 +10,7 @@ class LocalFailure:
     """First failure of this rank. One that is due earlier replaces it, as a cause does with a symptom."""
 
     def __init__(self) -> None:
-        self._found: tuple[Fatal, float] | None = None  # and the time at which to report it
-        self._lock = threading.Lock()
+        self._found: list[tuple[float, Fatal]] = []  # each with the time at which to report it
 
     def add(self, fatal: Fatal, delay_s: float) -> None:
         """Add a failure, from any thread.
@@ -22,21 +21,14 @@ class LocalFailure:
             delay_s (`float`):
                 Seconds in which another rank may report a better explanation; 0 for a cause.
         """
-        with self._lock:
-            due = time.monotonic() + delay_s
-            if self._found is None or due < self._found[1]:
-                self._found = fatal, due
+        self._found.append((time.monotonic() + delay_s, fatal))
 
     def is_found(self) -> bool:
         """Return whether this rank has failed, due or not."""
-        with self._lock:
-            return self._found is not None
+        return bool(self._found)
 
     def due(self) -> Fatal | None:
         """Return the failure, if its time has come."""
-        with self._lock:
-            return (
-                self._found[0]
-                if self._found is not None and time.monotonic() >= self._found[1]
-                else None
-            )
+        never = math.inf, None
+        at, fatal = min(self._found, default=never, key=lambda one: one[0])
+        return fatal if time.monotonic() >= at else None

@@ -5,7 +5,9 @@ import signal
 import stat
 from pathlib import Path
 
+from ...wire.process_end import stat_fields
 from ...wire.secret_names import without_forms
+from ...wire.supervisor import exit_words
 
 READ_BYTES = 4096  # from the end of a log
 LONGEST = 300  # characters of a line
@@ -35,18 +37,16 @@ def how_ended(pid: int, output: Path | None) -> str:
             File to which it wrote its errors.
     """
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = stat_fields(pid)
         status = int(fields[-1])  # as for `waitpid`
     except (OSError, ValueError, IndexError):
         state, status = "", 0
     if state != "Z":
         return "ended; if no line above gives the reason, it was killed"
-    if os.WIFEXITED(status):
-        return f"exited with code {os.WEXITSTATUS(status)}"
-    number = signal.Signals(os.WTERMSIG(status))
-    line = last_line(output) if number not in ORDERED else ""
-    how = f"was killed by {number.name}" + (f"; its last line: {line!r}" if line else "")
-    return f"{how}. {MISMATCH}" if number == signal.SIGABRT else how
+    code = os.waitstatus_to_exitcode(status)
+    line = last_line(output) if code < 0 and -code not in ORDERED else ""
+    how = exit_words(code) + (f"; its last line: {line!r}" if line else "")
+    return f"{how}. {MISMATCH}" if code == -signal.SIGABRT else how
 
 
 def last_line(path: Path | None) -> str:

@@ -182,10 +182,10 @@ class WatchThread:
                 explained = trainer.explain(explained)
         return explained
 
-    def fail(self, cause: str, delay_s: float = 0.0, code: int = OTHER) -> None:
-        """Report a failure, and wait until the watch thread ends the process."""
-        self.report(cause, delay_s, code)
-        self._wait_for_the_end(code)
+    def fail(self, cause: str) -> None:
+        """Report a fault of the script, and wait until the watch thread ends the process."""
+        self.report(cause, code=USER_CODE)
+        self._wait_for_the_end(USER_CODE)
 
     @staticmethod
     def _wait_for_the_end(code: int) -> None:
@@ -201,7 +201,7 @@ class WatchThread:
             if isinstance(status, int)
             else f"the message {text_of_error(status)!r}"
         )
-        self.fail(f"SystemExit: the script of this rank ended with {how}", code=USER_CODE)
+        self.fail(f"SystemExit: the script of this rank ended with {how}")
 
     def on_uncaught(self, error: BaseException) -> bool:
         """Treat an uncaught exception of the main thread, wherever it is raised, as a failure of all ranks."""
@@ -216,7 +216,6 @@ class WatchThread:
             self.fail(
                 "the script of this rank has ended without the trainer that other ranks have built: all ranks must "
                 "take the same way through the script. `raise SystemExit` with an error ends like this, too.",
-                code=USER_CODE,
             )
         self.store.leave("ended")
         self.ending.write_good()
@@ -361,9 +360,8 @@ class WatchThread:
     def _due(self) -> Fatal | None:
         if (fatal := self._failure.due()) is None:
             return None
-        return self.store.publish(
-            fatal._replace(line=with_nodes(fatal.line, self.store, self.topology))
-        )
+        line = with_nodes(fatal.line, self.store, self.topology)
+        return self.store.publish(Fatal(line, fatal.code))
 
     def _leave(self, fatal: Fatal) -> None:
         leave(fatal, self.store, self.ending, self.trainers, self._printing)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..endings.ending import Ending
-from ..endings.exit_codes import USER_CODE
 from ..store import when_written
 from ..topology import Topology
 from .attachment import Attachment
@@ -72,9 +71,7 @@ class Watchdog(Attachment):
         self._exits = itertools.count()  # of this rank from the trainer's methods with a good code
         self._leaving: SystemExit | None = None
         if (gone := self._watch.attach(self)) is not None:
-            self._watch.fail(
-                f"the script of rank {gone} has ended without this trainer", code=USER_CODE
-            )
+            self._watch.fail(f"the script of rank {gone} has ended without this trainer")
 
     @property
     def _thread(self) -> threading.Thread:
@@ -174,14 +171,13 @@ class Watchdog(Attachment):
         while not self._store.all_leave(key):
             if self._store.is_missed() or time.monotonic() > deadline:
                 how = f"SystemExit: this rank left the trainer with exit code {error.code or 0}, and others did not."
-                self._watch.fail(f"{how} {LEAVE_CURE}", code=USER_CODE)
+                self._watch.fail(f"{how} {LEAVE_CURE}")
             time.sleep(POLL_S)
 
     def _fail_if_missed(self) -> None:
         self._watch.fail(
             "this rank has closed its trainer or ended its script, and others wait for it in the trainer. All ranks "
             f"must call the trainer's methods equally often. {LEAVE_CURE}",
-            code=USER_CODE,
         )
 
     def fail_with(self, error: BaseException) -> None:
