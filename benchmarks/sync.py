@@ -122,6 +122,7 @@ def summarize(ranks: list[dict], common: dict, num_nodes: int) -> dict:
         max(s.values()) + (sum(s.values()) - max(s.values())) / common["buckets"] for s in stages
     ]
     world = num_nodes * RANKS_PER_NODE
+    beside = [max(main["ahead"][i]["beside_s"] for main in mains) for i in repeats]
     cpu = {arm: [sum(rank[arm][i]["cpu_s"] for rank in ranks) for i in repeats] for arm in ARMS}
     check = [sum(rank["ours"][i]["check_cpu_s"] for rank in ranks) for i in repeats]
     return {
@@ -142,6 +143,9 @@ def summarize(ranks: list[dict], common: dict, num_nodes: int) -> dict:
         "speedup_over_world": ratios(wall["world"], wall["ours"]),
         "control_ratio": ratios(wall["control"], wall["ours"]),
         "trainer_pause_ratio": ratios(wall["ahead"], wall["alone"]),
+        # an engine that has rows in flight is frozen for that long, and without these slots for the whole sync
+        "load_beside_s": spread(beside),
+        "frozen_ratio": ratios(beside, wall["ours"]),
         "cpu_speedup_over_trl": ratios(cpu["trl"], cpu["ours"]),
         "cpu_control_ratio": ratios(cpu["control"], cpu["ours"]),
         "gb_per_s": spread([common["model_bytes"] / 1e9 / s for s in wall["ours"]]),

@@ -119,6 +119,8 @@ class PerParameter:
                     slots.write(index % NUM_SLOTS, [spec], [Pieces.whole(tensor)])
                 slots.signals.send(index)
             assert next(tensors, None) is None
+        sender.wait_for_commit()
+        self.sync._times |= {engine.index: done.times for engine, done in sender.done}
 
     def reset_prefix_cache(self) -> None:
         """Our commit does it."""
@@ -149,6 +151,9 @@ class Arms:
         no_engine = None if engines is None else EngineGroup()
         self.syncs["ahead"] = self.staged(model, node_first, engines, limit)
         self.syncs["alone"] = self.staged(model, node_first, no_engine, limit)
+        times = {}  # of each engine, whichever arm it loaded last
+        for sync in self.syncs.values():
+            sync._times = times
         self.check_cpu_s = 0.0
         ours = self.syncs["ours"]._source
         ours.check = partial(self.timed_check, ours.check)
@@ -200,10 +205,11 @@ class Arms:
         self.trl.sync_weights()
         return None
 
-    def settle(self, arm: str) -> None:
-        """Wait until the engines have loaded what they load beside training."""
-        self.syncs[arm].settle()
+    def settle(self, arm: str) -> float:
+        """Wait until the engines have loaded what they load beside training; return the seconds of the slowest."""
+        seconds = self.syncs[arm].settle()
         dist.barrier()
+        return seconds.get("load_s", 0.0) + seconds.get("commit_s", 0.0)
 
 
 def inbound_bytes() -> int:
@@ -244,13 +250,15 @@ def timed(arms: Arms, arm: str) -> dict:
     bytes_before, start = inbound_bytes(), time.perf_counter()
     dist.barrier()  # as before every sync of a run
     timings = arms.run(arm)
-    across, within = counted.get("across", 0), counted.get("within", 0)
-    dist.barrier()  # the slowest node's engine has the weights
+    # of the slowest rank: the engines have the weights, or every bucket is in its slot
     wall = time.perf_counter() - start
-    arms.settle(arm)
+    across, within = counted.get("across", 0), counted.get("within", 0)
+    dist.barrier()
+    beside = arms.settle(arm)
     found = {"cpu_s": cpu_seconds(arms.engines) - cpu_before, "check_cpu_s": arms.check_cpu_s}
     found |= {
         "wall_s": wall,
+        "beside_s": beside,
         "inbound_bytes": inbound_bytes() - bytes_before,
         "across": across,
         "within": within,

@@ -53,6 +53,7 @@ def sync(found: dict) -> str:
         "cpu_speedup_over_trl",
         "cpu_control_ratio",
         "trainer_pause_ratio",
+        "frozen_ratio",
         "inbound_ratio",
         "inbound_ratio_trl",
     ]
@@ -89,7 +90,8 @@ the loop feeds each node's engine as ours does and not one server: both in TRL's
 `__init__`.
 `world`: ours with one all-gather of the world per bucket. `control`: ours again. `ahead`: ours with a slot for each
 bucket, where the seconds are the pause of training; `alone`: the same without engines; `trainer_pause_ratio` is the
-first over the second. `cpu_` ratios are of the CPU seconds of all ranks and engines, loads beside training included.
+first over the second, `frozen_ratio` the seconds of its loads and commit over `ours`: those in which an engine is
+frozen in flight. `cpu_` ratios are of the CPU seconds of all ranks and engines, loads beside training included.
 `wall_vs_stages`: time / (slowest stage + one bucket of the others). `extra_memory_buckets`: peak of a rank, in
 buckets of the largest size that was allowed (40 MiB). `cpu_share`: CPU time of all ranks and engines over that of the
 cores.
