@@ -174,9 +174,9 @@ class Arms:
         sync = WeightSync(ModuleSource(model, torch.float32, gather), engines, limit, transport)
         if engines is not None:
             transport.reserve(sync._layouts)
-        descriptor = gather.meet(*transport.reserved_at)
+        place = gather.meet(*transport.reserved_at)
         if engines is None:
-            sync.join(descriptor)
+            assert sync.join(place)
         return sync
 
     def timed_check(self, check, *arguments) -> None:

@@ -1,5 +1,6 @@
 """A slot for each bucket: training does not wait for the engines' loads, and a new engine loads from there."""
 
+import os
 import threading
 import time
 from contextlib import ExitStack
@@ -179,8 +180,10 @@ def test_slots_of_another_version_are_not_loaded(tmp_path):
         sync.close()
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_ranks_of_a_node_copy_by_turns_and_only_after_its_engines_have_loaded(sharded, tmp_path):
+@pytest.mark.parametrize(("sharded", "turns"), [(True, True), (False, True), (False, False)])
+def test_ranks_of_a_node_copy_by_turns_and_only_after_its_engines_have_loaded(
+    sharded, turns, tmp_path
+):
     nodes, ranks_per_node, updates = 2 if sharded else 1, 2, 3
 
     def body(rank: int) -> tuple[list[int], list[bool]]:
@@ -219,9 +222,9 @@ def test_ranks_of_a_node_copy_by_turns_and_only_after_its_engines_have_loaded(sh
             sync = staged_sync(source, engines, folder)
             if main:
                 sync._transport.reserve(sync._layouts)
-            descriptor = gather.meet(*sync._transport.reserved_at)
-            if not main:
-                sync.join(descriptor)
+            place = gather.meet(*sync._transport.reserved_at)
+            assert main or sync.join(place)
+            sync.takes_turns = turns
             for update in range(1, updates + 1):
                 torch.manual_seed(update + (rank if sharded else 0))
                 train(model)
@@ -236,17 +239,35 @@ def test_ranks_of_a_node_copy_by_turns_and_only_after_its_engines_have_loaded(sh
                     sync.settle()
                     equal.append(not main or digest(engine.tensors) == digest(expected))
             sync.close()
-        first = next(at for what, at in times if what == "write")
+        first = next((at for what, at in times if what == "write"), float("inf"))
         settled = next(at for what, at in times if what == "settled")
         return slots, equal, first, settled, len(sync.buckets)
 
     found = on_gloo_ranks(body, nodes * ranks_per_node, tmp_path)
     for rank, (slots, equal, first, _, buckets) in enumerate(found):
         local, main = rank % ranks_per_node, rank - rank % ranks_per_node
-        assert slots == list(range(local, buckets, ranks_per_node)) and buckets > ranks_per_node
+        mine = range(local, buckets, ranks_per_node) if turns else range(buckets * (local == 0))
+        assert slots == list(mine) and buckets > ranks_per_node
         assert equal == [True] * (updates - 1)
         # of its own node's engines, and all ranks of a machine have one clock
         assert first > found[main][3]
+
+
+def test_a_rank_opens_no_other_file_and_leaves_the_copies_to_the_local_main_process(tmp_path):
+    """In a container of its own the number of a process is that of another one, or of none."""
+    lines, path = [], tmp_path / "another file"
+    path.write_bytes(b"not ours")
+    sync = WeightSync(
+        ModuleSource(tiny_qwen2(), torch.float32),
+        None,
+        LIMIT,
+        Transport(staged=True, report=lines.append),
+    )
+    with path.open("r+b") as file:
+        found = os.fstat(file.fileno())
+        assert not sync.join((os.getpid(), file.fileno(), found.st_dev, found.st_ino + 1))
+    assert not sync.join((2**30, 3, found.st_dev, found.st_ino))
+    assert path.read_bytes() == b"not ours" and len(lines) == 2
 
 
 # ---- which runs have it ---------------------------------------------------------------------------------------------

@@ -146,9 +146,9 @@ class Updates:
         wanted = transport.staged
         transport.staged = bool(gather.extremes(wanted)[0])
         if transport.staged:
-            descriptor = gather.meet(*transport.reserved_at)
-            if not gather.is_local_main:
-                sync.join(descriptor)
+            place = gather.meet(*transport.reserved_at)
+            joined = gather.is_local_main or sync.join(place)
+            sync.takes_turns = bool(gather.extremes(joined)[0])
         if reason is not None:
             self._rank.report(f"training waits until the engines have loaded its weights: {reason}")
         elif wanted and not transport.staged:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 import msgspec
 import torch
@@ -72,6 +72,19 @@ def path_of(process: int, descriptor: int) -> str:
     return f"/proc/{process}/fd/{descriptor}"
 
 
+def open_same(process: int, descriptor: int, device: int, inode: int) -> IO[bytes]:
+    """Open a file of another process. In another container its number may be that of a stranger's process.
+
+    Raises:
+        `OSError`: if this process may not open it, or finds another file there.
+    """
+    path = path_of(process, descriptor)
+    found = os.stat(path)
+    if (found.st_dev, found.st_ino) != (device, inode):
+        raise FileNotFoundError(f"{path} is another file")
+    return open(path, "r+b", buffering=0)
+
+
 def slots_in(path: str, ends: Sequence[int]) -> list[torch.Tensor]:
     """Map a file, and return its slots."""
     whole = torch.from_file(path, shared=True, size=ends[-1], dtype=torch.uint8)
@@ -113,24 +126,23 @@ class HostSlots(Slots):
     Args:
         sizes (`Sequence[int]`), settings ([`SlotSettings`]):
             Arguments of [`Slots`].
-        path (`str`, *optional*):
-            Descriptor of the local main process's file, on another rank of its node that writes into the same slots.
+        place (`Sequence[int]`, *optional*):
+            `place` of the local main process's slots, on another rank of its node that writes into the same ones.
 
     Raises:
+        `OSError`: if this process cannot open that file, or finds another one at its place.
         `WeightSyncError`: if the node has too little shared memory; the message names the cure.
     """
 
     kind = "host"
     opened_as = OpenedHostSlots
 
-    def __init__(self, sizes: Sequence[int], settings: SlotSettings, path: str = ""):
+    def __init__(self, sizes: Sequence[int], settings: SlotSettings, place: Sequence[int] = ()):
         super().__init__(sizes, settings)
         self.page_lock: PageLock | None = None
         self._ends = tuple(accumulate(-(-size // PAGE) * PAGE for size in sizes))
         self._file = (
-            open(path, "r+b", buffering=0)
-            if path
-            else tempfile.TemporaryFile(dir=SHARED_MEMORY, buffering=0)
+            open_same(*place) if place else tempfile.TemporaryFile(dir=SHARED_MEMORY, buffering=0)
         )
         try:
             with explained(sizes, settings.largest):
@@ -152,12 +164,13 @@ class HostSlots(Slots):
             )
 
     @property
-    def descriptor(self) -> tuple[int, int]:
-        """Process, and number of its descriptor, with which another process of this user opens the file."""
-        return os.getpid(), self._file.fileno()
+    def place(self) -> tuple[int, int, int, int]:
+        """Process and descriptor with which another process of this user opens the file; its device and inode."""
+        found = os.fstat(self._file.fileno())
+        return os.getpid(), self._file.fileno(), found.st_dev, found.st_ino
 
     def open_for(self, engine: int) -> HostMemory:
-        return HostMemory(path_of(*self.descriptor), self._ends)
+        return HostMemory(path_of(os.getpid(), self._file.fileno()), self._ends)
 
     def close(self) -> None:
         super().close()

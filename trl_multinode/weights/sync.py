@@ -50,10 +50,13 @@ class WeightSync:
             Freeze running completions, which the new weights continue, instead of waiting until none is running.
         recompute_kv (`bool`):
             Compute the keys and values of frozen completions again, with the new weights.
+        takes_turns (`bool`):
+            Whether all ranks have opened the slots, so that they take turns if each bucket has one. Equal on all.
     """
 
     in_flight = False
     recompute_kv = False
+    takes_turns = True
 
     def __init__(
         self,
@@ -142,9 +145,10 @@ class WeightSync:
         """Whether every bucket has a slot of its own on this node."""
         return self._transport.staged
 
-    def join(self, descriptor: Sequence[int]) -> None:
-        """Copy every bucket whose turn it is into the slots of this node's local main process. Other ranks only."""
-        self._slots = self._transport.join(descriptor, self._layouts)
+    def join(self, place: Sequence[int]) -> bool:
+        """Open the slots of this node's local main process, on its other ranks; return whether it was possible."""
+        self._slots = self._transport.join(place, self._layouts)
+        return self._slots is not None
 
     def _open_slots(self, engines: EngineGroup) -> None:
         """Open the transport's slots in all engines. While one is lost, new slots are in host memory, and those of a
@@ -274,7 +278,7 @@ class WeightSync:
 
         All ranks release the buckets in the same order, each after its copy, because a release may be a collective.
         """
-        holders = self._source.ranks if self.staged else 1
+        holders = self._source.ranks if self.staged and self.takes_turns else 1
         if holders > 1:
             # the engines of this node have loaded what its ranks now overwrite
             self._source.meet()

@@ -16,7 +16,7 @@ from ..run.gpu_variables import visible_devices
 from ..run.reporter import warn
 from ..run.topology import EngineDevices
 from ..transports.base import SELF_TEST_S, Machine, Slots, SlotSettings, call_with_timeout
-from ..transports.host_memory import HostSlots, path_of
+from ..transports.host_memory import HostSlots
 from ..transports.opening import TRANSPORTS
 from ..wire.messages import NUM_SLOTS, CheckSlot, OpenSlots, TensorSpec
 
@@ -106,13 +106,20 @@ class Transport(SlotSettings):
             self._reserved = self._make("host", layouts)
 
     @property
-    def reserved_at(self) -> tuple[int, int]:
-        """Descriptor of the reserved slots' file; zeros if none are reserved here."""
-        return self._reserved.descriptor if isinstance(self._reserved, HostSlots) else (0, 0)
+    def reserved_at(self) -> tuple[int, int, int, int]:
+        """Place of the reserved slots' file; zeros if none are reserved here."""
+        return self._reserved.place if isinstance(self._reserved, HostSlots) else (0, 0, 0, 0)
 
-    def join(self, descriptor: Sequence[int], layouts: Layouts) -> Slots:
-        """Return the slots of this node's local main process, on another of its ranks."""
-        return HostSlots(self._sizes(layouts), self, path_of(*descriptor))
+    def join(self, place: Sequence[int], layouts: Layouts) -> Slots | None:
+        """Return the slots of this node's local main process on another of its ranks, or `None` if it cannot."""
+        try:
+            return HostSlots(self._sizes(layouts), self, place)
+        except OSError as error:
+            self.report(
+                f"the local main processes copy every weight, because this rank cannot open their slots ({error}): "
+                "syncs are slower. Run the ranks of a node in one container to change that."
+            )
+            return None
 
     def close(self) -> None:
         """Give back memory that was reserved and not used."""
