@@ -14,7 +14,13 @@ on links of 1 Gbit/s. Arms take turns in the same ranks (`benchmarks/sync_rank.p
     world     ours, but one all-gather of the world per bucket instead of node first
     ahead     ours with a slot for each bucket, as a run that generates ahead has it: the seconds are the pause of
               training, and the engines load after it
+
+Then the pause alone, with slots opened once, all ranks on one core and all engines on the other, because on a
+machine with GPUs they do not share cores either. A figure of a repeat is the median of `PAUSES` syncs of each arm:
+
+    loading   ahead, into the engines
     alone     the same without engines, so that nothing is loaded
+    again     alone, once more: the control
 
 The engines of the two-node cells are vLLM's CPU build, those of four nodes the fake engine of the test kit (its load
 is a copy too), because four vLLMs do not fit on two cores.
@@ -36,7 +42,9 @@ from multinode_kit.nodes import Nodes
 
 FOLDER = Path(__file__).parent
 LINKS = {"free": None, "1 Gbit/s": 1000}
-ARMS = ("ours", "trl", "world", "control", "ahead", "alone")
+ARMS = ("ours", "trl", "world", "control", "ahead")
+PAUSE_ARMS = ("loading", "alone", "again")
+PAUSES = 5
 DEEPSPEED = ZERO3 | {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,
@@ -60,7 +68,9 @@ def cell(model: str, num_nodes: int, engine: str, repeats: int) -> list[dict]:
             num_nodes, RANKS_PER_NODE, folder=folder, namespaces=True, deepspeed=DEEPSPEED
         ) as nodes:
             nodes.launch(
-                FOLDER / "sync_rank.py", str(folder), model, engine, str(repeats), ",".join(ARMS)
+                FOLDER / "sync_rank.py",
+                *(str(folder), model, engine, str(repeats), str(PAUSES)),
+                *(",".join(ARMS), ",".join(PAUSE_ARMS)),
             )
             for index, rate in enumerate(LINKS.values()):
                 for rank in range(nodes.spec.num_ranks):
@@ -103,6 +113,15 @@ def summarize(ranks: list[dict], common: dict, num_nodes: int) -> dict:
     mains = ranks[::RANKS_PER_NODE]
     repeats = range(len(ranks[0]["ours"]))
     wall = {arm: [max(rank[arm][i]["wall_s"] for rank in ranks) for i in repeats] for arm in ARMS}
+    pause = {
+        arm: [
+            median(
+                max(rank[arm][PAUSES * i + j]["wall_s"] for rank in ranks) for j in range(PAUSES)
+            )
+            for i in repeats
+        ]
+        for arm in PAUSE_ARMS
+    }
     inbound = {
         arm: [
             max(main[arm][i]["inbound_bytes"] for main in mains) / common["model_bytes"]
@@ -142,7 +161,9 @@ def summarize(ranks: list[dict], common: dict, num_nodes: int) -> dict:
         "speedup_over_trl": ratios(wall["trl"], wall["ours"]),
         "speedup_over_world": ratios(wall["world"], wall["ours"]),
         "control_ratio": ratios(wall["control"], wall["ours"]),
-        "trainer_pause_ratio": ratios(wall["ahead"], wall["alone"]),
+        "pause_s": {arm: spread(pause[arm]) for arm in PAUSE_ARMS},
+        "trainer_pause_ratio": ratios(pause["loading"], pause["alone"]),
+        "pause_control_ratio": ratios(pause["again"], pause["alone"]),
         # an engine that has rows in flight is frozen for that long, and without these slots for the whole sync
         "load_beside_s": spread(beside),
         "frozen_ratio": ratios(beside, wall["ours"]),

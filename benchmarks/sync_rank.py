@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,9 @@ from trl_multinode.weights.timings import SyncTimings
 from trl_multinode.weights.transport import Transport
 from trl_multinode.wire.messages import NUM_SLOTS, UpdateWeights, WeightVersion
 
-folder, size, engine_module, repeats, arms = Path(sys.argv[1]), sys.argv[2], *sys.argv[3:6]
+folder, size, engine_module = Path(sys.argv[1]), *sys.argv[2:4]
+repeats, pauses = (int(word) for word in sys.argv[4:6])
+ARMS, PAUSE_ARMS = (words.split(",") for words in sys.argv[6:8])
 # hidden, MLP, layers, vocabulary, MiB
 MODELS = {
     "40M": (512, 2048, 8, 8192, 40),
@@ -150,7 +152,9 @@ class Arms:
         self.syncs["trl"] = WeightSync(Whole(model, torch.float32, node_first), engines, limit)
         no_engine = None if engines is None else EngineGroup()
         self.syncs["ahead"] = self.staged(model, node_first, engines, limit)
+        self.syncs["loading"] = self.syncs["ahead"]
         self.syncs["alone"] = self.staged(model, node_first, no_engine, limit)
+        self.syncs["again"] = self.syncs["alone"]
         times = {}  # of each engine, whichever arm it loaded last
         for sync in self.syncs.values():
             sync._times = times
@@ -242,8 +246,34 @@ def cpu_seconds(engines) -> float:
     return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
+def place(process: psutil.Process, cores: set[int]) -> None:
+    """Let every thread of a process and of its children run on these cores only."""
+    for member in (process, *process.children(recursive=True)):
+        for thread in member.threads():
+            # it may have ended meanwhile
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, cores)
+
+
+@contextmanager
+def cores_apart(engines) -> Iterator[None]:
+    """All ranks on one core, all engines on another."""
+    rank, cores = psutil.Process(), os.sched_getaffinity(0)
+    others = [psutil.Process(engine.ready.pid) for engine in engines or ()]
+
+    def place_all(of_ranks: set[int], of_engines: set[int]) -> None:
+        # engines may be children of their rank: they come last
+        for process, on in ((rank, of_ranks), *((engine, of_engines) for engine in others)):
+            place(process, on)
+
+    place_all({min(cores)}, {max(cores)})
+    try:
+        yield
+    finally:
+        place_all(cores, cores)
+
+
 def timed(arms: Arms, arm: str) -> dict:
-    arms.open(arm)
     dist.barrier()
     counted.clear()
     cpu_before, arms.check_cpu_s = cpu_seconds(arms.engines), 0.0
@@ -288,9 +318,16 @@ def difference(model, engines) -> float:
     return (torch.from_numpy(engines[0].score(tokens).logprobs.copy()) - scores).abs().mean().item()
 
 
-def measure(arms: Arms, model, engines, names: Sequence[str]) -> dict:
+def in_turns(names: Sequence[str], repeats: int) -> Iterator[str]:
+    """Every name once per repeat, each time in the other direction."""
+    for repeat in range(repeats):
+        yield from names if repeat % 2 == 0 else reversed(names)
+
+
+def measure(arms: Arms, model, engines) -> dict:
+    names = (*ARMS, *PAUSE_ARMS)
     result: dict = {arm: [] for arm in names} | {"fresh": [], "stale": [], "memory": arms.memory}
-    for arm in dict.fromkeys(names):  # warm-up, memory, and parity of every arm
+    for arm in names:  # warm-up, memory, and parity of every arm
         perturb(model)
         result["stale"].append(difference(model, engines) if arms.update else 9.0)
         arms.open(arm)
@@ -300,14 +337,19 @@ def measure(arms: Arms, model, engines, names: Sequence[str]) -> dict:
         if arm not in arms.memory:
             arms.memory[arm] = memory_peak(lambda arm=arm: arms.run(arm))
         arms.settle(arm)
-        if arm == "alone":
+        if arm in ("alone", "again"):
             arms.open("ours")
             arms.run("ours")
         result["fresh"].append(difference(model, engines))
     # glibc's own limit; the time of a sync is that of a process that keeps them
     keep_freed_blocks(32 << 20)
-    for repeat in range(int(repeats)):
-        for arm in names if repeat % 2 == 0 else names[::-1]:
+    for arm in in_turns(ARMS, repeats):
+        arms.open(arm)
+        result[arm].append(timed(arms, arm))
+    with cores_apart(engines):
+        arms.open("loading")
+        timed(arms, "loading")
+        for arm in in_turns(PAUSE_ARMS, repeats * pauses):
             result[arm].append(timed(arms, arm))
     return result
 
@@ -357,7 +399,7 @@ def main() -> None:
         }
         for index in range(2):
             wait_for_go(index)
-            found["links"].append(measure(arms, model, engines, sys.argv[5].split(",")))
+            found["links"].append(measure(arms, model, engines))
         (folder / f"rank{RANK}.json").write_text(json.dumps(found))
         dist.barrier()
 

@@ -44,7 +44,11 @@ def sync(found: dict) -> str:
     ]
     rows = [
         [f"{arm}, s", *(c["wall_s"][arm] for c in cells)]
-        for arm in ("ours", "trl", "world", "control", "ahead", "alone")
+        for arm in ("ours", "trl", "world", "control", "ahead")
+    ]
+    rows += [
+        [f"pause: {arm}, s", *(c["pause_s"][arm] for c in cells)]
+        for arm in ("loading", "alone", "again")
     ]
     keys = [
         "speedup_over_trl",
@@ -53,6 +57,7 @@ def sync(found: dict) -> str:
         "cpu_speedup_over_trl",
         "cpu_control_ratio",
         "trainer_pause_ratio",
+        "pause_control_ratio",
         "frozen_ratio",
         "inbound_ratio",
         "inbound_ratio_trl",
@@ -89,12 +94,13 @@ tensor into our slots and loads our buckets (no HTTP), and `is_main_process`, tr
 the loop feeds each node's engine as ours does and not one server: both in TRL's favour. The object is made without its
 `__init__`.
 `world`: ours with one all-gather of the world per bucket. `control`: ours again. `ahead`: ours with a slot for each
-bucket, where the seconds are the pause of training; `alone`: the same without engines; `trainer_pause_ratio` is the
-first over the second, `frozen_ratio` the seconds of its loads and commit over `ours`: those in which an engine is
-frozen in flight. `cpu_` ratios are of the CPU seconds of all ranks and engines, loads beside training included.
-`wall_vs_stages`: time / (slowest stage + one bucket of the others). `extra_memory_buckets`: peak of a rank, in
-buckets of the largest size that was allowed (40 MiB). `cpu_share`: CPU time of all ranks and engines over that of the
-cores.
+bucket, where the seconds are the pause of training. `frozen_ratio`: the seconds of its loads and commit over `ours`,
+those in which an engine is frozen in flight. `pause`: the same with all ranks on one core and all engines on the
+other, and without engines (`alone`, and `again`, its control); `trainer_pause_ratio` and `pause_control_ratio` are the
+first and the last over `alone`. `cpu_` ratios are of the CPU seconds of all ranks and engines, loads beside training
+included. `wall_vs_stages`: time / (slowest stage + one bucket of the others). `extra_memory_buckets`: peak of a rank,
+in buckets of the largest size that was allowed (40 MiB). `cpu_share`: CPU time of all ranks and engines over that of
+the cores.
 
 """
 
