@@ -7,26 +7,27 @@ as JSON 5.7 microseconds and 97 bytes. Nothing is pickled. End of file means tha
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Literal
 
 import msgspec
 import numpy as np
-
-from ..errors import (
-    EngineDiedError,
-    EngineError,
-    EngineRefusedError,
-    MultiNodeError,
-    PeerFailureError,
-    WeightSyncError,
-    WeightVersionError,
-)
 
 NUM_SLOTS = (
     2  # the engines take bucket k-1 from one slot while the sender writes bucket k into the other
 )
 LEVEL = "VLLM_LOGGING_LEVEL"  # environment variable of an engine, for the time of its start
 LATER_LEVEL = "TRL_MULTINODE_VLLM_LOGGING_LEVEL"  # level of vLLM's log once the engine has started
+# Errors that a failure raises in the rank, by the names of their classes
+ErrorName = Literal[
+    "EngineError",  # none of the others
+    "EngineDiedError",  # a process of the engine ended
+    "EngineRefusedError",  # the engine cannot serve the request
+    "WeightSyncError",  # the engine's weights are mixed, dummy or of another version
+    "WeightVersionError",  # the workers committed another version than the one sent
+    # The weights are mixed, because the rank that sent an update ended before the commit. The rank that gets it
+    # reports it later than a cause, which is the end of the sender's process.
+    "PeerFailureError",
+]
 # suffixes that only the names of LoRA tensors have
 ADAPTER_TENSORS = (
     ".lora_A.weight",
@@ -319,46 +320,10 @@ class Digests(Message, frozen=True):
 
 
 class Failure(Message, frozen=True):
-    """Failure of a request. The engine may still run; only its process shows whether it does.
+    """Failure of a request. The engine may still run; only its process shows whether it does."""
 
-    There is one struct per error class; msgspec's tag carries it over the wire.
-    """
-
-    error: ClassVar[type[MultiNodeError]] = EngineError  # raised in the rank
     message: str
-
-
-class EngineDied(Failure, frozen=True):
-    """Failure because a process of the engine ended."""
-
-    error = EngineDiedError
-
-
-class RequestRefused(Failure, frozen=True):
-    """Refusal of a request that the engine cannot serve."""
-
-    error = EngineRefusedError
-
-
-class SyncFailed(Failure, frozen=True):
-    """Failure because the engine's weights are mixed, dummy or of another version."""
-
-    error = WeightSyncError
-
-
-class SenderLost(Failure, frozen=True):
-    """Failure because the weights are mixed: the rank that sent an update ended before the commit.
-
-    The rank that gets it reports it later than a cause, which is the end of the sender's process.
-    """
-
-    error = PeerFailureError
-
-
-class WrongVersion(Failure, frozen=True):
-    """Refusal of a weight update whose workers committed another version than the one sent."""
-
-    error = WeightVersionError
+    error: ErrorName = "EngineError"
 
 
 Request = (
@@ -373,19 +338,7 @@ Request = (
     | Digest
     | Shutdown
 )
-Reply = (
-    Ready
-    | Progress
-    | Completions
-    | Done
-    | Digests
-    | Failure
-    | EngineDied
-    | RequestRefused
-    | SyncFailed
-    | SenderLost
-    | WrongVersion
-)
+Reply = Ready | Progress | Completions | Done | Digests | Failure
 
 
 def pack_ids(ids: Sequence[int] | np.ndarray) -> bytes:
