@@ -68,7 +68,7 @@ def test_a_neighbour_that_ends_while_the_trainer_is_closed_is_no_failure():
     watch.trainers = [SimpleNamespace(all_finished=lambda: True)]
     watch.store = SimpleNamespace(have_left=lambda ranks: True, fatal=watch.trainers.clear)
     assert not watch._neighbour_ended("the process of rank 1 ended", 1)
-    assert watch._failure.due() is None
+    assert not watch._failures
 
 
 def test_plain_python_keeps_its_signal_handlers():

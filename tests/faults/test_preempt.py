@@ -65,9 +65,7 @@ def train(rank: int, store: StoreHost, grace_s: float = HANG_S, stuck_at: int = 
     preemption, meeting = Preemption(topology, client, grace_s, watch), Meeting(topology, client)
     preemption.last_checkpoint = lambda: "/run/checkpoint-3"
     preemption.begin_training()
-    watch.add_tick(
-        lambda: print("found a failure", flush=True) if watch._watch._failure.is_found() else None
-    )
+    watch.add_tick(lambda: print("found a failure", flush=True) if watch._watch._failures else None)
     with watch.guard():
         try:
             for step in range(1, STEPS):

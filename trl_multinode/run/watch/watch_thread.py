@@ -27,7 +27,6 @@ from ..topology import Topology
 from .arrivals import Arrivals
 from .attachment import Attachment
 from .exits import ScriptExits
-from .failure import LocalFailure
 from .last_words import how_ended, output_of
 from .leaving import leave
 from .pidfds import Pidfds
@@ -69,7 +68,9 @@ class WatchThread:
         self.arrivals = Arrivals(topology, self.watch_rank) if self.since_import else None
         # of trainers that were collected; this thread calls them
         self.ends: list[Callable[[], None]] = []
-        self._failure = LocalFailure()
+        # failures of this rank before all ranks know them, each with the time at which to report it: one that is due
+        # earlier replaces another, as a cause does with a symptom
+        self._failures: list[tuple[float, Fatal]] = []
         self._store_call_start: float | None = None  # of the pending call, if any
         self.store_limit_s: float | None = None  # default: `STORE_TIMEOUT_S`
         self._node_0_left = (False, 0.0)  # as far as this thread knows, and when it looked
@@ -142,7 +143,7 @@ class WatchThread:
         """Report this rank's failure and return at once; the watch thread writes it to the store, then exits."""
         cause = cause if self.note in cause else f"{cause.rstrip('.')}. {self.note}"
         line = f"{self.topology}, phase {self._phase()}: " + " ".join(cause.split())
-        self._failure.add(Fatal(line, code), delay_s)
+        self._failures.append((time.monotonic() + delay_s, Fatal(line, code)))
         self.signals.wake()
 
     def _open_trainer(self) -> Attachment | None:
@@ -322,9 +323,7 @@ class WatchThread:
     def _receive_signals(self) -> None:
         for stop in self.signals.received():
             # torchrun sends SIGTERM after a second Ctrl-C: a run that ends already is not pre-empted as well
-            if self._failure.is_found() or not any(
-                trainer.on_stop(stop) for trainer in self.trainers
-            ):
+            if self._failures or not any(trainer.on_stop(stop) for trainer in self.trainers):
                 code = OTHER if stop.name == "SIGINT" else PREEMPTED
                 self.report(f"stopped by {stop.name}", SYMPTOM_DELAY_S, code)
 
@@ -358,7 +357,10 @@ class WatchThread:
         return True
 
     def _due(self) -> Fatal | None:
-        if (fatal := self._failure.due()) is None:
+        if not self._failures:
+            return None
+        due, fatal = min(self._failures)
+        if time.monotonic() < due:
             return None
         line = with_nodes(fatal.line, self.store, self.topology)
         return self.store.publish(Fatal(line, fatal.code))
