@@ -74,8 +74,8 @@ class WatchThread:
         self._store_call_start: float | None = None  # of the pending call, if any
         self.store_limit_s: float | None = None  # default: `STORE_TIMEOUT_S`
         self._node_0_left = (False, 0.0)  # as far as this thread knows, and when it looked
-        # the failure line comes after a traceback, not in the middle of one
-        self._printing = threading.Lock()
+        # held while a traceback is printed: the failure line comes after it, not in the middle of it
+        self.printing = threading.Lock()
         if not self.since_import and not self.alone:
             self.exits.watch()
         if topology.launched:
@@ -170,7 +170,7 @@ class WatchThread:
             else described(explained)
         )
         code = code_of(explained, has_trainer=bool(self.trainers))
-        with self._printing:
+        with self.printing:
             self.report(cause, SYMPTOM_DELAY_S if is_symptom(explained) else 0.0, code)
             # after the report: stderr may be a pipe that nobody reads
             traceback.print_exception(error)
@@ -282,7 +282,7 @@ class WatchThread:
         except Exception as error:
             traceback.print_exception(error)
             line = f"{self.topology}: the watchdog itself failed: {described(error)}"
-            self._leave(self.store.publish(Fatal(line)))
+            leave(self, self.store.publish(Fatal(line)))
 
     def _watch_store(self) -> None:
         """Exit if the store does not respond: its client waits without a deadline while the connection is open."""
@@ -299,7 +299,7 @@ class WatchThread:
             last = start
             if waited > (self.store_limit_s or stores.STORE_TIMEOUT_S):
                 self.store.give_up()
-                self._leave(store_gone())
+                leave(self, store_gone())
 
     def _watch(self) -> None:
         while not self.stopped.is_set():
@@ -318,7 +318,7 @@ class WatchThread:
                 self._do_chores()
             self._store_call_start = None
             if fatal is not None and not (fatal == store_gone() and self._may_outlive_the_store()):
-                self._leave(fatal)
+                leave(self, fatal)
 
     def _receive_signals(self) -> None:
         for stop in self.signals.received():
@@ -364,6 +364,3 @@ class WatchThread:
             return None
         line = with_nodes(fatal.line, self.store, self.topology)
         return self.store.publish(Fatal(line, fatal.code))
-
-    def _leave(self, fatal: Fatal) -> None:
-        leave(fatal, self.store, self.ending, self.trainers, self._printing)
