@@ -67,7 +67,7 @@ def test_a_rank_that_leaves_writes_the_phases_of_the_step_under_way(tmp_path, st
     def body(rank: int) -> None:
         watch, file = enter(rank, store), PhaseFile(tmp_path, rank, node=rank // PER_NODE)
         phases = Phases(file)
-        watch.at_close(file.flush)
+        watch.closings.append(file.flush)
         with watch.guard(), phases("train"):
             with phases("reward"):
                 pass

@@ -65,7 +65,7 @@ def test_a_rank_leaves_when_the_store_knows_it(store, monkeypatch):
 def test_a_neighbour_that_ends_while_the_trainer_is_closed_is_no_failure():
     """The main thread closes the last trainer between two looks of the watch thread."""
     watch = watch_module.WatchThread(ALONE)
-    watch.trainers = [SimpleNamespace(all_finished=lambda: True)]
+    watch.trainers = [SimpleNamespace(store=SimpleNamespace(all_finished=lambda: True))]
     watch.store = SimpleNamespace(have_left=lambda ranks: True, fatal=watch.trainers.clear)
     assert not watch._neighbour_ended("the process of rank 1 ended", 1)
     assert not watch._failures

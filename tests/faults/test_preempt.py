@@ -65,7 +65,9 @@ def train(rank: int, store: StoreHost, grace_s: float = HANG_S, stuck_at: int = 
     preemption, meeting = Preemption(topology, client, grace_s, watch), Meeting(topology, client)
     preemption.last_checkpoint = lambda: "/run/checkpoint-3"
     preemption.begin_training()
-    watch.add_tick(lambda: print("found a failure", flush=True) if watch._watch._failures else None)
+    watch.ticks.append(
+        lambda: print("found a failure", flush=True) if watch._watch._failures else None
+    )
     with watch.guard():
         try:
             for step in range(1, STEPS):
@@ -184,7 +186,7 @@ def test_row_15_a_launcher_that_the_signal_would_end_is_named_at_the_start(tmp_p
             found.append(launcher_would_end(os.getpid()))
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         monkeypatch.setattr(os, "getppid", os.getpid)
-        Preemption(LAUNCHED, HashStore(), 60.0, SimpleNamespace(add_chore=lambda _: None))
+        Preemption(LAUNCHED, HashStore(), 60.0, SimpleNamespace(chores=[]))
         return found
 
     assert not launcher_would_end(os.getpid())  # no signal is named
@@ -349,7 +351,9 @@ def callback(asked: bool, output_dir: Path = Path("run")) -> SaveAtPreemption:
         HashStore(),
         60.0,
         SimpleNamespace(
-            add_chore=lambda _: None, is_first=lambda _: False, ending=SimpleNamespace(resumes=True)
+            chores=[],
+            store=SimpleNamespace(is_first=lambda _: False),
+            ending=SimpleNamespace(resumes=True),
         ),
     )
     found = SaveAtPreemption(preemption, str(output_dir))

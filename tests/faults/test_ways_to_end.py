@@ -84,7 +84,7 @@ class Here:
 
 def clean_up(watch: Watchdog) -> None:
     print("to be closed", flush=True)
-    watch.add_cleanup(lambda: print("closed by the watch", flush=True))
+    watch.cleanups.append(lambda: print("closed by the watch", flush=True))
 
 
 # ---- what the ranks do

@@ -40,7 +40,7 @@ class Presence:
         self._progress_lines = ProgressLines(rank.phases, rank.step, self.left)
         if rank.topology.rank == 0:
             self._progress_lines.start()
-        self._warn_once = WarnOnce(rank.watch.is_first)
+        self._warn_once = WarnOnce(rank.watch.store.is_first)
         if rank.topology.launched:
             self._warn_once.install()
 

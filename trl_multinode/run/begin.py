@@ -38,7 +38,7 @@ def begin_run(
         watch.ending.begin(folder)
     watch.ending.phase, watch.ending.step = watch.phase, step
     if topology.rank == 0:
-        watch.at_close(claim(folder, watch.report).release)
+        watch.closings.append(claim(folder, watch.report).release)
 
 
 def check_writable(folder: Path, node: int) -> None:

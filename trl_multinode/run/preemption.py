@@ -125,7 +125,7 @@ class Preemption:
                 f"scheduler sends it to every process, start with `trap '' {name}; exec accelerate launch ...`"
             )
         watch.on_stop = self.ask
-        watch.add_chore(self.publish)
+        watch.chores.append(self.publish)
 
     # ---- the watch thread, with a client of its own -----------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class Preemption:
         if stop not in preempt_signals() or self._step == 0:
             return False
         grace = grace_after(stop, self._grace_s)
-        if not self._asked and self._watch.is_first("preempted"):
+        if not self._asked and self._watch.store.is_first("preempted"):
             report(
                 f"{self._topology}: received {stop.name}. A checkpoint follows at the end of step {self._step}, then "
                 f"all ranks leave with code {PREEMPTED}; {grace:.0f} s are left for that"

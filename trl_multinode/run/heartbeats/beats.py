@@ -106,9 +106,9 @@ class Beats:
         if limits.heartbeat_s > 0:
             ReconnectingStore.limit_s = limits.heartbeat_s
             watch.limit_store(limits.heartbeat_s)
-        watch.add_cleanup(self._kill_silent)
-        watch.add_tick(self._write_slot)
-        watch.add_chore(self._beat)
+        watch.cleanups.append(self._kill_silent)
+        watch.ticks.append(self._write_slot)
+        watch.chores.append(self._beat)
 
     def _beat(self, store: Store) -> None:
         """Write the node's beat if this rank is on duty, and judge. The watch thread calls it often."""

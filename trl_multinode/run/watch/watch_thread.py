@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import store as stores
 from ..addresses import register, with_nodes
@@ -25,12 +25,14 @@ from ..limits import raise_file_limit
 from ..store import RunStore
 from ..topology import Topology
 from .arrivals import Arrivals
-from .attachment import Attachment
 from .exits import ScriptExits
 from .last_words import how_ended, output_of
 from .leaving import leave
 from .pidfds import Pidfds
 from .signals import StopSignals, ends_well
+
+if TYPE_CHECKING:
+    from .watchdog import Watchdog
 
 POLL_S = 0.5  # a failure then reaches every rank within about a second
 EXPLAIN_S = 5.0  # in which an error must have said what it is, beside its class
@@ -41,7 +43,7 @@ NODE_0_LEFT_EVERY_S = 5.0
 
 
 class WatchThread:
-    """Watch thread of this process, to which its trainers' [`Attachment`]s attach. `watch_of` has the only one.
+    """Watch thread of this process, to which its trainers' [`Watchdog`]s attach. `watch_of` has the only one.
 
     Args:
         topology (`Topology`):
@@ -57,7 +59,7 @@ class WatchThread:
         self.since_import = exits is not None
         self.note = ""  # added to every failure that this rank reports
         self.ending = Ending(topology)
-        self.trainers: list[Attachment] = []  # the open ones
+        self.trainers: list[Watchdog] = []  # the open ones
         self.num_built = 0
         raise_file_limit(topology.launched)
         self.store = RunStore(topology, None)
@@ -92,7 +94,7 @@ class WatchThread:
 
     # ---- trainers ---------------------------------------------------------------------------------------------------
 
-    def attach(self, trainer: Attachment) -> str | None:
+    def attach(self, trainer: "Watchdog") -> str | None:
         """Add a trainer, and return a rank whose script has ended without this trainer, if there is one."""
         if self.topology.launched and not self.trainers:
             self.signals.catch()
@@ -100,11 +102,11 @@ class WatchThread:
         self.num_built += 1
         return self.store.open_trainer(self.num_built - 1)
 
-    def detach(self, trainer: Attachment, error: BaseException | None = None) -> None:
+    def detach(self, trainer: "Watchdog", error: BaseException | None = None) -> None:
         """Remove a trainer that all ranks have closed. The thread ends with the last one, or with the script.
 
         Args:
-            trainer ([`Attachment`]):
+            trainer ([`Watchdog`]):
                 Trainer that is closed.
             error (`BaseException`, *optional*):
                 Error with which a script of a single process ends.
@@ -146,7 +148,7 @@ class WatchThread:
         self._failures.append((time.monotonic() + delay_s, Fatal(line, code)))
         self.signals.wake()
 
-    def _open_trainer(self) -> Attachment | None:
+    def _open_trainer(self) -> "Watchdog | None":
         return next(iter(self.trainers[-1:]), None)
 
     def _phase(self) -> str:
@@ -256,7 +258,7 @@ class WatchThread:
         if (
             has_left
             or self.store.fatal() is not None
-            or (trainer is not None and trainer.all_finished())
+            or (trainer is not None and trainer.store.all_finished())
         ):
             return False
         self.report(cause, code=PEER_LOST)
@@ -265,7 +267,7 @@ class WatchThread:
     def process_ended(self, cause: Callable[[], str | None]) -> None:
         """Report the end of a process that a trainer has added, unless `cause` returns `None`."""
         trainer = self._open_trainer()
-        if self.store.fatal() is not None or (trainer is not None and trainer.all_finished()):
+        if self.store.fatal() is not None or (trainer is not None and trainer.store.all_finished()):
             return
         if (line := cause()) is not None:
             self.report(line, code=ENGINE)

@@ -2,24 +2,22 @@
 
 import itertools
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+from torch.distributed import HashStore, Store
 
 from ..endings.ending import Ending
 from ..store import when_written
 from ..topology import Topology
-from .attachment import Attachment
 from .early import early_watch
 from .exits import is_good
 from .signals import ends_well
 from .watch_thread import POLL_S, WatchThread
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 LEAVE_S = 120.0  # in which all ranks must leave the trainer, if one does so by `sys.exit(0)`
 LEAVE_CURE = (
@@ -44,8 +42,8 @@ def watch_of(topology: Topology) -> WatchThread:
     return _current  # type: ignore[return-value]
 
 
-class Watchdog(Attachment):
-    """Watch of one trainer of this rank.
+class Watchdog:
+    """Watch of one trainer of this rank, with functions that the watch thread calls, each at its own moment.
 
     ```python
     watch = Watchdog(topology)                   # every rank, as early as possible
@@ -64,9 +62,26 @@ class Watchdog(Attachment):
 
     def __init__(self, topology: Topology, phase: Callable[[], str] = lambda: "set-up"):
         self.topology = topology
+        self.phase = phase
         self.run = next(_runs)
+        # called before a failed run exits; they must not wait long
+        self.cleanups: list[Callable[[], None]] = []
+        # called twice a second, also while the store does not respond
+        self.ticks: list[Callable[[], None]] = []
+        # called twice a second with the watch thread's client of the store
+        self.chores: list[Callable[[Store], None]] = []
+        # called when this trainer is closed, or when the run fails
+        self.closings: list[Callable[[], None]] = []
+        # returns `False` for a signal that ends the run at once
+        self.on_stop: Callable[[signal.Signals], bool] = lambda stop: False
+        # names a full disk
+        self.explain: Callable[[BaseException], BaseException] = lambda error: error
+        # whether this rank is in `close`, and waits for the others or has waited
+        self.closes = False
         self._watch = watch_of(topology)
-        super().__init__(self._watch.store.of_trainer(self.run), self._watch.alone, phase)
+        self.store = self._watch.store.of_trainer(self.run)
+        # a single process has limits too, whose chores write and read as those of a launch
+        self._own_store = HashStore() if self._watch.alone else None
         self._closed = threading.Event()
         self._exits = itertools.count()  # of this rank from the trainer's methods with a good code
         self._leaving: SystemExit | None = None
@@ -82,6 +97,14 @@ class Watchdog(Attachment):
         """Contents of the ending file of this node."""
         return self._watch.ending
 
+    def do_chores(self) -> None:
+        """Call the chores. The watch thread calls this."""
+        for chore in self.chores:
+            if self._own_store is None:
+                self.store.lend(chore)
+            else:
+                chore(self._own_store)
+
     # ---- watched processes and failures -----------------------------------------------------------------------------
 
     def add_process(self, pid: int, cause: Callable[[], str | None]) -> None:
@@ -93,9 +116,9 @@ class Watchdog(Attachment):
         """Stop watching this trainer's processes, before this rank shuts its engines down cleanly."""
         self._watch.processes.forget(self)
 
-    def judge_missed(self, missed: Callable[["Store"], bool]) -> None:
+    def judge_missed(self, missed: Callable[[Store], bool]) -> None:
         """Let `missed` judge whether other ranks wait for this one when it closes or leaves its trainer."""
-        self._store.missed = missed
+        self.store.missed = missed
 
     def limit_store(self, seconds: float) -> None:
         """Set the time after which a store that does not respond counts as gone."""
@@ -168,8 +191,8 @@ class Watchdog(Attachment):
             return
         self._leaving = error
         key, deadline = str(next(self._exits)), time.monotonic() + LEAVE_S
-        while not self._store.all_leave(key):
-            if self._store.is_missed() or time.monotonic() > deadline:
+        while not self.store.all_leave(key):
+            if self.store.is_missed() or time.monotonic() > deadline:
                 how = f"SystemExit: this rank left the trainer with exit code {error.code or 0}, and others did not."
                 self._watch.fail(f"{how} {LEAVE_CURE}")
             time.sleep(POLL_S)
@@ -201,7 +224,7 @@ class Watchdog(Attachment):
 
     def _close(self, error: BaseException | None) -> None:
         self.closes = True
-        self._store.wait_for_all(2 * POLL_S, self._watch.stopped, self._fail_if_missed)
+        self.store.wait_for_all(2 * POLL_S, self._watch.stopped, self._fail_if_missed)
         self._closed.set()
         for call in self.closings:
             call()
@@ -217,7 +240,7 @@ class Watchdog(Attachment):
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
-    def watch_local_ranks(self, store: "Store") -> None:
+    def watch_local_ranks(self, store: Store) -> None:
         """Exchange pids with the ranks of this node and watch them: a rank killed by SIGKILL cannot report."""
         store.set(f"pid/{self.topology.rank}", str(os.getpid()))
         for rank in self.topology.local_ranks:
