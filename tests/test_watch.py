@@ -18,7 +18,7 @@ from trl_multinode.run import store as run_store
 from trl_multinode.run.phase_file import PhaseFile
 from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import Topology
-from trl_multinode.run.watch import arrivals, early, leaving, watch_thread, watchdog
+from trl_multinode.run.watch import arrivals, early, leaving, watch_thread
 from trl_multinode.run.watch.watch_thread import WatchThread
 
 
@@ -112,10 +112,10 @@ def test_ranks_end_together_and_well_though_the_store_goes_with_node_0(
     tmp_path, store, monkeypatch
 ):
     """Node 0 lingers until the others have read that all are through; here for as long as they need."""
-    monkeypatch.setattr(watchdog, "POLL_S", 77.0)
+    monkeypatch.setattr(run_store, "LINGER_S", 77.0)
 
     def sleep_on_node_0(seconds: float) -> None:
-        if seconds == 2 * 77.0:
+        if seconds == 77.0:
             (tmp_path / f"lingers{os.getpid()}").touch()
             until(
                 lambda: all((tmp_path / f"closed{rank}").exists() for rank in (2, 3)),

@@ -259,7 +259,7 @@ def one_closes_early(here: Here) -> None:
 def meet(watch: Watchdog) -> None:
     if watch not in meetings:
         meetings[watch] = Meeting(watch.topology, connect_store(watch.topology, watch.run))
-        watch.judge_missed(meetings[watch].is_missed)
+        watch.missed = meetings[watch].is_missed
     meetings[watch].wait()
 
 

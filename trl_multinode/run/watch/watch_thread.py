@@ -22,7 +22,7 @@ from ..endings.error_text import described, text_of_error
 from ..endings.exit_codes import ENGINE, OTHER, PEER_LOST, PREEMPTED, USER_CODE, code_of, is_symptom
 from ..endings.fatal import Fatal, store_gone
 from ..limits import raise_file_limit
-from ..store import RunStore
+from ..store import RunStore, connect_store
 from ..topology import Topology
 from .arrivals import Arrivals
 from .exits import ScriptExits
@@ -62,7 +62,7 @@ class WatchThread:
         self.trainers: list[Watchdog] = []  # the open ones
         self.num_built = 0
         raise_file_limit(topology.launched)
-        self.store = RunStore(topology, None)
+        self.store = RunStore(topology, connect_store(topology, None))
         self.stopped = threading.Event()
         self.signals = StopSignals()
         self.processes = Pidfds(self.signals)
@@ -335,7 +335,8 @@ class WatchThread:
         ):
             self.report(late, code=PEER_LOST)
         for trainer in list(self.trainers):
-            trainer.do_chores()
+            for chore in trainer.chores:
+                trainer.store.lend(chore)
         looked = self._node_0_left[1]
         if (
             not self.trainers

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch.distributed import HashStore, Store
+from torch.distributed import Store
 
 from ..endings.ending import Ending
 from ..store import when_written
@@ -76,12 +76,12 @@ class Watchdog:
         self.on_stop: Callable[[signal.Signals], bool] = lambda stop: False
         # names a full disk
         self.explain: Callable[[BaseException], BaseException] = lambda error: error
+        # returns whether another rank waits for this one in a meeting to which it has not come
+        self.missed: Callable[[Store], bool] = lambda store: False
         # whether this rank is in `close`, and waits for the others or has waited
         self.closes = False
         self._watch = watch_of(topology)
         self.store = self._watch.store.of_trainer(self.run)
-        # a single process has limits too, whose chores write and read as those of a launch
-        self._own_store = HashStore() if self._watch.alone else None
         self._closed = threading.Event()
         self._exits = itertools.count()  # of this rank from the trainer's methods with a good code
         self._leaving: SystemExit | None = None
@@ -97,14 +97,6 @@ class Watchdog:
         """Contents of the ending file of this node."""
         return self._watch.ending
 
-    def do_chores(self) -> None:
-        """Call the chores. The watch thread calls this."""
-        for chore in self.chores:
-            if self._own_store is None:
-                self.store.lend(chore)
-            else:
-                chore(self._own_store)
-
     # ---- watched processes and failures -----------------------------------------------------------------------------
 
     def add_process(self, pid: int, cause: Callable[[], str | None]) -> None:
@@ -115,10 +107,6 @@ class Watchdog:
     def forget_processes(self) -> None:
         """Stop watching this trainer's processes, before this rank shuts its engines down cleanly."""
         self._watch.processes.forget(self)
-
-    def judge_missed(self, missed: Callable[[Store], bool]) -> None:
-        """Let `missed` judge whether other ranks wait for this one when it closes or leaves its trainer."""
-        self.store.missed = missed
 
     def limit_store(self, seconds: float) -> None:
         """Set the time after which a store that does not respond counts as gone."""
@@ -190,18 +178,20 @@ class Watchdog:
         if self._leaving is error or self._watch.alone or self._closed.is_set():
             return
         self._leaving = error
-        key, deadline = str(next(self._exits)), time.monotonic() + LEAVE_S
-        while not self.store.all_leave(key):
-            if self.store.is_missed() or time.monotonic() > deadline:
+        counter, deadline = f"leaves/{next(self._exits)}", time.monotonic() + LEAVE_S
+        self.store.count(counter)
+        while not self.store.all_have(counter):
+            if self.store.lend(self.missed) or time.monotonic() > deadline:
                 how = f"SystemExit: this rank left the trainer with exit code {error.code or 0}, and others did not."
                 self._watch.fail(f"{how} {LEAVE_CURE}")
             time.sleep(POLL_S)
 
     def _fail_if_missed(self) -> None:
-        self._watch.fail(
-            "this rank has closed its trainer or ended its script, and others wait for it in the trainer. All ranks "
-            f"must call the trainer's methods equally often. {LEAVE_CURE}",
-        )
+        if self.store.lend(self.missed):
+            self._watch.fail(
+                "this rank has closed its trainer or ended its script, and others wait for it in the trainer. All "
+                f"ranks must call the trainer's methods equally often. {LEAVE_CURE}",
+            )
 
     def fail_with(self, error: BaseException) -> None:
         """Print the traceback, report the error, and wait until the watch thread ends the process with `os._exit`."""
@@ -224,7 +214,7 @@ class Watchdog:
 
     def _close(self, error: BaseException | None) -> None:
         self.closes = True
-        self.store.wait_for_all(2 * POLL_S, self._watch.stopped, self._fail_if_missed)
+        self.store.wait_for_all(self._watch.stopped, self._fail_if_missed)
         self._closed.set()
         for call in self.closings:
             call()
