@@ -37,10 +37,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, Store
 
 from .endings.fatal import Fatal, store_gone
 from .reconnecting import open_store, prefixed
@@ -75,15 +74,8 @@ def connect_store(
         return HashStore()
     address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-    def connect(limit_s: float | None) -> Store:
-        timeout = timedelta(seconds=STORE_TIMEOUT_S)
-        within = timeout if limit_s is None else timedelta(seconds=limit_s)
-        client = TCPStore(*address, is_master=False, timeout=within, wait_for_workers=False)
-        client.set_timeout(timeout)
-        return PrefixStore(f"trl_multinode/{attempt}" + ("" if run is None else f"/{run}"), client)
-
-    return open_store(connect, address, topology)
+    prefix = f"trl_multinode/{attempt}" + ("" if run is None else f"/{run}")
+    return open_store(address, prefix, topology, STORE_TIMEOUT_S)
 
 
 def when_written(store: Store, key: str, waiting: str) -> str:

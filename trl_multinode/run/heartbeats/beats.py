@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed import Store
 
 from ..endings.exit_codes import PEER_LOST
-from ..reconnecting import ReconnectingStore
+from ..reconnecting import StoreConnection
 from ..reporter import report
 from ..topology import Topology
 from ..watch.watchdog import Watchdog
@@ -104,7 +104,7 @@ class Beats:
             RunJudge(topology, limits) if topology.node in (0, topology.num_nodes - 1) else None
         )
         if limits.heartbeat_s > 0:
-            ReconnectingStore.limit_s = limits.heartbeat_s
+            StoreConnection.limit_s = limits.heartbeat_s
             watch.limit_store(limits.heartbeat_s)
         watch.cleanups.append(self._kill_silent)
         watch.ticks.append(self._write_slot)
