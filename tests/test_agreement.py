@@ -321,7 +321,7 @@ def test_a_fact_that_one_rank_of_a_node_lacks_is_named_by_all(tmp_path, store):
         for number in range(300):
             facts.add(f"fact {number}", number, by_node=number % 2 == 0)
         if rank == 2:
-            del facts.texts["node1", "fact 8"]
+            del facts.texts["node1/", "fact 8"]
         return [str(one) for one in host.agreement.compare(facts)]
 
     with forked(body, RANKS, tmp_path) as ranks:
