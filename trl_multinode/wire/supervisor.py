@@ -9,6 +9,7 @@ forked grandchild held the write end. Where there are no pidfds, `process_end.py
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import threading
@@ -24,8 +25,10 @@ from .process_end import open_end
 PR_SET_CHILD_SUBREAPER = 36
 PARENT_S = 0.02  # between the end of a child, which its killed parent caused, and the news of the parent's own end
 RECORD_S = 2.0
-# vLLM's message queues, and what the workers of one engine share on a CPU, by the names of different versions
-LEFT_BEHIND = ("/dev/shm/psm_", "/dev/shm/vllm_", "-cpushm_")
+SHARED_MEMORY = Path("/dev/shm")
+# vLLM's message queues, and what the workers of one engine share on a CPU, by the names of different versions; ours
+# has no name
+LEFT_BEHIND = re.compile(f"{SHARED_MEMORY}/(psm_|vllm_|.*-cpushm_)")
 
 
 def become_subreaper() -> None:
@@ -136,9 +139,7 @@ def record_shared_memory(record: Path) -> None:
         except OSError:
             continue
         segments |= {
-            line.split(maxsplit=5)[-1]
-            for line in maps.splitlines()
-            if any(name in line for name in LEFT_BEHIND)
+            line.split(maxsplit=5)[-1] for line in maps.splitlines() if LEFT_BEHIND.search(line)
         }
     new = record.with_suffix(".new")  # a reader must not see half of it
     new.write_text(
@@ -166,14 +167,24 @@ def record_while_starting(record: Path) -> Iterator[None]:
         thread.join()
 
 
-def unlink_shared_memory(record: Path) -> None:
-    """Remove the segments that `record_shared_memory` recorded. Call it when the processes have ended."""
-    segments: list[str] = []
-    # not recorded, or removed by another engine of a killed owner
-    with contextlib.suppress(FileNotFoundError):
-        segments = record.read_text().splitlines()
-    for segment in segments:
-        Path(segment).unlink(missing_ok=True)
+def recorded_segments(*records: Path) -> Iterator[Path]:
+    """Yield the segments of this user that `record_shared_memory` recorded, as far as they are still there."""
+    for record in records:
+        lines: list[str] = []
+        # not recorded, or removed by another engine of a killed owner
+        with contextlib.suppress(FileNotFoundError):
+            lines = record.read_text().splitlines()
+        for line in lines:
+            path = SHARED_MEMORY / Path(line).name
+            with contextlib.suppress(FileNotFoundError):
+                if LEFT_BEHIND.match(str(path)) and path.lstat().st_uid == os.geteuid():
+                    yield path
+
+
+def unlink_shared_memory(*records: Path) -> None:
+    """Remove the recorded segments. Call it when the processes have ended."""
+    for segment in recorded_segments(*records):
+        segment.unlink(missing_ok=True)
 
 
 def exit_cause(pid: int) -> str:
