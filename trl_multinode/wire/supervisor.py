@@ -7,7 +7,6 @@ forked grandchild held the write end. Where there are no pidfds, `process_end.py
 """
 
 import contextlib
-import ctypes
 import os
 import re
 import select
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from .process_end import open_end
+from .process_end import open_end, prctl, start_time
 
 PR_SET_CHILD_SUBREAPER = 36
 PARENT_S = 0.02  # between the end of a child, which its killed parent caused, and the news of the parent's own end
@@ -33,8 +32,7 @@ LEFT_BEHIND = re.compile(f"{SHARED_MEMORY}/(psm_|vllm_|.*-cpushm_)")
 
 def become_subreaper() -> None:
     """Make orphaned descendants children of this process."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(pid: int | None = None) -> list[psutil.Process]:
@@ -43,15 +41,7 @@ def descendants(pid: int | None = None) -> list[psutil.Process]:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-    return [child for child in children if is_alive(child)]
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process runs and is not a zombie."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return [child for child in children if is_running(child.pid)]
 
 
 def title_of(process: psutil.Process) -> str:
@@ -87,10 +77,7 @@ def first_ended(pid: int, pids: Iterable[int]) -> int:
 
 def is_running(pid: int) -> bool:
     """Return whether `pid` is a process, and no zombie."""
-    try:
-        return is_alive(psutil.Process(pid))
-    except psutil.NoSuchProcess:
-        return False
+    return start_time(pid, running=True) is not None
 
 
 def kill_descendants(deadline_s: float = 10.0) -> list[int]:
