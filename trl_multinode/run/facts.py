@@ -16,9 +16,8 @@ from .meeting import Meeting
 from .topology import Topology
 from .values import digest_of, flat, is_secret, listed, shown
 
-MOST_SETS = (
-    4  # that differ and are split further, and so about the number of facts that a message names
-)
+# that differ and are split further, and so about the number of facts that a message names
+MOST_SETS = 4
 NAME_DIGITS = 8  # of a name's digest; they tell the facts of a run apart
 MOST_NAMED = 6  # ranks or nodes
 ABSENT = "nothing"

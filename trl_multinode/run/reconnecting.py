@@ -39,9 +39,8 @@ class StoreConnection:
             Limit of a request, and of the first attempt to connect.
     """
 
-    limit_s: ClassVar[float] = (
-        20.0  # seconds after which the store counts as gone; the same for all threads
-    )
+    # seconds after which the store counts as gone; the same for all threads
+    limit_s: ClassVar[float] = 20.0
 
     def __init__(self, address: tuple[str, int], topology: Topology, timeout_s: float):
         self._address = address

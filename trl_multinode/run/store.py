@@ -46,9 +46,8 @@ from .reconnecting import open_store, prefixed
 from .reporter import report
 from .topology import Topology
 
-GRACE_S = (
-    6.0  # time for all ranks to read `fatal`; after it a rank exits even if others have not read it
-)
+# time for all ranks to read `fatal`; after it a rank exits even if others have not read it
+GRACE_S = 6.0
 STORE_TIMEOUT_S = 20.0  # a store that does not respond for so long counts as gone
 PROGRESS_EVERY_S = 15.0
 MISSED_EVERY_S = 2.0

@@ -12,9 +12,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-NUM_SLOTS = (
-    2  # the engines take bucket k-1 from one slot while the sender writes bucket k into the other
-)
+# the engines take bucket k-1 from one slot while the sender writes bucket k into the other
+NUM_SLOTS = 2
 LEVEL = "VLLM_LOGGING_LEVEL"  # environment variable of an engine, for the time of its start
 LATER_LEVEL = "TRL_MULTINODE_VLLM_LOGGING_LEVEL"  # level of vLLM's log once the engine has started
 # Errors that a failure raises in the rank, by the names of their classes
@@ -227,9 +226,8 @@ class UpdateWeights(Message, frozen=True):
     first_bucket: int = 0
     # freeze running completions, which the new weights continue; otherwise the update waits until none is running
     in_flight: bool = False
-    recompute_kv: bool = (
-        False  # compute the keys and values of frozen completions again, with the new weights
-    )
+    # compute the keys and values of frozen completions again, with the new weights
+    recompute_kv: bool = False
 
 
 class CheckSlot(Message, frozen=True):
@@ -257,14 +255,12 @@ class Ready(Message, frozen=True):
     pid: int
     max_model_len: int  # tokens, prompt and completion together
     vllm_version: str
-    model_runner: str = (
-        ""  # vLLM's "v1" or "v2", which compute samples and prompt log-probs by different code
-    )
+    # vLLM's "v1" or "v2", which compute samples and prompt log-probs by different code
+    model_runner: str = ""
     serves_lora: bool = False  # the engine accepts adapters separately from the weights
     slots: int = 1  # completions that the engine can generate at once
-    truncated_logprobs: str = (
-        ""  # reason why log-probs of truncated samples are not over the whole vocabulary
-    )
+    # reason why log-probs of truncated samples are not over the whole vocabulary
+    truncated_logprobs: str = ""
     start: int = 0  # number of restarts before this process
 
 
@@ -294,9 +290,8 @@ class EngineTimes(msgspec.Struct, frozen=True):
 
     clock_s: float = 0.0  # all seconds
     busy_s: float = 0.0  # seconds with at least one `Generate` or `Score` running and not frozen
-    slot_s: float = (
-        0.0  # seconds that each completion ran, not frozen, divided by the engine's slots
-    )
+    # seconds that each completion ran, not frozen, divided by the engine's slots
+    slot_s: float = 0.0
     tail_s: float = 0.0  # part of `busy_s` with fewer than 10 % of the completions that ran at once since it was idle
     frozen_s: float = 0.0  # seconds in which weight updates froze running completions
     load_s: float = 0.0  # seconds that the slowest worker took for the buckets of weight updates
@@ -308,9 +303,8 @@ class Done(Message, frozen=True):
 
     version: WeightVersion
     times: EngineTimes = EngineTimes()
-    kv_use: float = (
-        0.0  # greatest share of the key-value cache in use between the last two weight updates
-    )
+    # greatest share of the key-value cache in use between the last two weight updates
+    kv_use: float = 0.0
 
 
 class Digests(Message, frozen=True):

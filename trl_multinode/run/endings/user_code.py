@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 FRAMEWORKS = {"trl_multinode", "trl", "transformers", "accelerate"}
 REWARDS = "_calculate_rewards"  # TRL's method that calls the reward functions
-GUARD = (
-    "trl_multinode.run.watch.watchdog"  # its frame stands above those of the code that it guards
-)
+# its frame stands above those of the code that it guards
+GUARD = "trl_multinode.run.watch.watchdog"
 _paths = sysconfig.get_paths()
 INSTALLED = tuple({_paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 900.0  # `engine_start_timeout`'s default, until a trainer has its settings
 MISSING_EVERY_S = 30.0
 LOOK_EVERY_S = 5.0
-ALIVE_EVERY_S = (
-    10.0  # between two signs of life of a rank without a trainer, which sends no heartbeats yet
-)
+# between two signs of life of a rank without a trainer, which sends no heartbeats yet
+ALIVE_EVERY_S = 10.0
 HAS_TRAINER = b"has a trainer"
 ENDED_S = 10.0  # after which a launcher without a connection to the store has ended, and does not connect anew
 NAMED_RANKS = 8

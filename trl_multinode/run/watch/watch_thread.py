@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5  # a failure then reaches every rank within about a second
 EXPLAIN_S = 5.0  # in which an error must have said what it is, beside its class
-SYMPTOM_DELAY_S = (
-    1.0  # symptoms (end of file, SIGTERM) are reported later than causes (a process ended)
-)
+# symptoms (end of file, SIGTERM) are reported later than causes (a process ended)
+SYMPTOM_DELAY_S = 1.0
 NODE_0_LEFT_EVERY_S = 5.0
 
 
@@ -289,10 +288,7 @@ class WatchThread:
     def _watch_store(self) -> None:
         """Exit if the store does not respond: its client waits without a deadline while the connection is open."""
         # in turns of this loop, because a process that was stopped must not blame the store
-        last, waited = (
-            None,
-            0.0,
-        )
+        last, waited = None, 0.0
         while not self.stopped.wait(POLL_S):
             for tick in [tick for trainer in self.trainers for tick in trainer.ticks]:
                 tick()
