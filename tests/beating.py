@@ -51,7 +51,7 @@ def enter(
     activity = RankActivity(phases, meeting, lambda: 3, lambda phase: "")
     activity.synced = synced
     Beats(topology, watch, limits, activity)
-    watch.limit_store(store_s)
+    watch.of_process.store_limit_s = store_s
     print(f"up, run {watch.run}", flush=True)
     return Rank(watch, phases, meeting, activity)
 

@@ -161,5 +161,5 @@ def test_the_watch_thread_ends_with_what_it_was_given_even_if_that_fails(capsys)
     made.close = lambda: (watch.close(), 1 / 0)
     watch = Watchdog(SimpleNamespace(launched=False, world_size=1, rank=0, node=0, local_ranks=[0]))
     watch.end_with(made._unattended)
-    watch._thread.join(LIMIT_S)
-    assert not watch._thread.is_alive() and "ZeroDivisionError" in capsys.readouterr().err
+    watch.of_process.thread.join(LIMIT_S)
+    assert not watch.of_process.thread.is_alive() and "ZeroDivisionError" in capsys.readouterr().err

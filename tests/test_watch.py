@@ -104,7 +104,7 @@ def test_a_neighbour_that_registers_between_two_requests_is_watched_all_the_same
     early_ranks = arrivals.Arrivals(topology, lambda rank, pid: seen.append((rank, pid)))
     store = SimpleNamespace(lend=lambda use: use(Late()))
     for _ in range(2):
-        early_ranks.look(store, has_trainer=False)
+        early_ranks.look(store, has_trainer=False, limit_s=HANG_S)
     assert seen == [(1, 17)]
 
 
@@ -215,8 +215,8 @@ def test_a_closed_process_may_end_and_every_good_ending_is_written(tmp_path, sto
 
     def body(rank: int) -> None:
         watch = begin_early(rank, store, tmp_path / "good")
-        ended = note_good_ends(watch._watch)
-        until(lambda: not watch._watch.arrivals._neighbours, "the pids of the node")
+        ended = note_good_ends(watch.of_process)
+        until(lambda: not watch.of_process.arrivals._neighbours, "the pids of the node")
         watch.close()
         if rank == 1:
             os._exit(0)

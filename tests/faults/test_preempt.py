@@ -66,7 +66,7 @@ def train(rank: int, store: StoreHost, grace_s: float = HANG_S, stuck_at: int = 
     preemption.last_checkpoint = lambda: "/run/checkpoint-3"
     preemption.begin_training()
     watch.ticks.append(
-        lambda: print("found a failure", flush=True) if watch._watch._failures else None
+        lambda: print("found a failure", flush=True) if watch.of_process._failures else None
     )
     with watch.guard():
         try:
@@ -249,7 +249,8 @@ def test_row_15_a_rank_that_still_ends_its_engine_may_outlive_the_launcher_of_no
         watch.close()
         if rank >= 2:  # ends its engine until its watch thread has seen that the store is gone
             until(
-                watch._watch.stopped.is_set, "the watch thread to let this rank outlive the store"
+                watch.of_process.stopped.is_set,
+                "the watch thread to let this rank outlive the store",
             )
 
     with forked(partial(leave_preempted, store, end), RANKS, tmp_path) as ranks:

@@ -105,7 +105,7 @@ class Beats:
         )
         if limits.heartbeat_s > 0:
             StoreConnection.limit_s = limits.heartbeat_s
-            watch.limit_store(limits.heartbeat_s)
+            watch.of_process.store_limit_s = limits.heartbeat_s
         watch.cleanups.append(self._kill_silent)
         watch.ticks.append(self._write_slot)
         watch.chores.append(self._beat)
@@ -235,4 +235,4 @@ class Beats:
             if rank != self._topology.rank and silent_s > self._limits.heartbeat_s:
                 with suppress(ProcessLookupError):
                     os.kill(slots[rank]["pid"], signal.SIGKILL)
-                self._watch.count_as_reader(rank)
+                self._watch.of_process.store.count_as_reader(rank)

@@ -51,12 +51,12 @@ class EarlyWatch:
         atexit.register(self._at_exit)
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
-    def watch(self, wait_s: float) -> "WatchThread | None":
+    def watch(self) -> "WatchThread | None":
         """Return the connected watch thread; `None` if it could not connect, has ended, or belongs to a parent."""
         if os.getpid() != self._pid:
             return None
         self._hurry.set()
-        self._ready.wait(wait_s)
+        self._ready.wait(READY_S)
         return None if self._watch is None or self._watch.stopped.is_set() else self._watch
 
     def _run(self) -> None:
@@ -80,14 +80,14 @@ class EarlyWatch:
         watch.run()
 
     def _on_uncaught(self, error: BaseException) -> bool:
-        watch = self.watch(READY_S)
+        watch = self.watch()
         return watch is not None and watch.on_uncaught(error)
 
     def _at_exit(self) -> None:
         """End all ranks if the script ends with an error, and let it go otherwise."""
         status, error = self._exits.bad_status(), getattr(sys, "last_value", None)
         failed = status is not None or error is not None
-        watch = self.watch(READY_S)
+        watch = self.watch()
         if watch is None:
             # the watch has outlived the store
             if not failed and self._watch is not None and os.getpid() == self._pid:
@@ -113,7 +113,7 @@ def start(environ: Mapping[str, str] = os.environ) -> None:
 
 def early_watch() -> "WatchThread | None":
     """Return the watch thread that runs since the import, if there is one."""
-    return _early.watch(READY_S) if _early is not None else None
+    return _early.watch() if _early is not None else None
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:

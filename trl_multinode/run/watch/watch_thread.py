@@ -24,7 +24,7 @@ from ..endings.fatal import Fatal, store_gone
 from ..limits import raise_file_limit
 from ..store import RunStore, connect_store
 from ..topology import Topology
-from .arrivals import Arrivals
+from .arrivals import START_TIMEOUT_S, Arrivals
 from .exits import ScriptExits
 from .last_words import how_ended, output_of
 from .leaving import leave
@@ -67,13 +67,17 @@ class WatchThread:
         self.processes = Pidfds(self.signals)
         self.exits = exits or ScriptExits(self.on_uncaught)
         self.arrivals = Arrivals(topology, self.watch_rank) if self.since_import else None
+        self._watched: set[int] = set()  # other ranks of this node
         # of trainers that were collected; this thread calls them
         self.ends: list[Callable[[], None]] = []
         # failures of this rank before all ranks know them, each with the time at which to report it: one that is due
         # earlier replaces another, as a cause does with a symptom
         self._failures: list[tuple[float, Fatal]] = []
         self._store_call_start: float | None = None  # of the pending call, if any
-        self.store_limit_s: float | None = None  # default: `STORE_TIMEOUT_S`
+        # time after which a store that does not respond counts as gone
+        self.store_limit_s = stores.STORE_TIMEOUT_S
+        # time in which all ranks must have imported this library
+        self.start_limit_s = START_TIMEOUT_S
         self._node_0_left = (False, 0.0)  # as far as this thread knows, and when it looked
         # held while a traceback is printed: the failure line comes after it, not in the middle of it
         self.printing = threading.Lock()
@@ -237,6 +241,9 @@ class WatchThread:
 
     def watch_rank(self, rank: int, pid: int) -> None:
         """Treat the end of another rank of this node as a failure, unless it has no trainer and ends well."""
+        if rank in self._watched:
+            return
+        self._watched.add(rank)
         main = " (local main process)" if rank == self.topology.local_ranks[0] else ""
         output = output_of(pid)
 
@@ -245,7 +252,7 @@ class WatchThread:
             if self._neighbour_ended(f"the process of rank {rank}{main} (pid {pid}) {how}", rank):
                 self.store.count_as_reader(rank)
 
-        self.processes.add(pid, ended, self, once=f"rank {rank}")
+        self.processes.add(pid, ended, self)
 
     def _neighbour_ended(self, cause: str, rank: int | None = None) -> bool:
         """Report the end of a launcher or of a rank, if the run has not ended. Return whether that is so.
@@ -295,7 +302,7 @@ class WatchThread:
             start = self._store_call_start
             waited = waited + POLL_S if start is not None and start == last else 0.0
             last = start
-            if waited > (self.store_limit_s or stores.STORE_TIMEOUT_S):
+            if waited > self.store_limit_s:
                 self.store.give_up()
                 leave(self, store_gone())
 
@@ -327,7 +334,7 @@ class WatchThread:
 
     def _do_chores(self) -> None:
         if self.arrivals is not None and (
-            late := self.arrivals.look(self.store, self.num_built > 0)
+            late := self.arrivals.look(self.store, self.num_built > 0, self.start_limit_s)
         ):
             self.report(late, code=PEER_LOST)
         for trainer in list(self.trainers):

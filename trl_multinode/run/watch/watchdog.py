@@ -33,13 +33,12 @@ def watch_of(topology: Topology) -> WatchThread:
     global _current
     if (early := early_watch()) is not None:
         return early
-    reusable = (
-        _current is not None and not _current.stopped.is_set() and _current.pid == os.getpid()
-    )
-    if not reusable or _current.topology != topology:  # type: ignore[union-attr]
-        _current = WatchThread(topology)
-        _current.start()
-    return _current  # type: ignore[return-value]
+    current = _current
+    is_mine = current is not None and current.pid == os.getpid() and current.topology == topology
+    if current is None or not is_mine or current.stopped.is_set():
+        current = _current = WatchThread(topology)
+        current.start()
+    return current
 
 
 class Watchdog:
@@ -80,51 +79,35 @@ class Watchdog:
         self.missed: Callable[[Store], bool] = lambda store: False
         # whether this rank is in `close`, and waits for the others or has waited
         self.closes = False
-        self._watch = watch_of(topology)
-        self.store = self._watch.store.of_trainer(self.run)
+        # watch of this process, which its trainers share
+        self.of_process = watch_of(topology)
+        self.store = self.of_process.store.of_trainer(self.run)
         self._closed = threading.Event()
         self._exits = itertools.count()  # of this rank from the trainer's methods with a good code
         self._leaving: SystemExit | None = None
-        if (gone := self._watch.attach(self)) is not None:
-            self._watch.fail(f"the script of rank {gone} has ended without this trainer")
-
-    @property
-    def _thread(self) -> threading.Thread:
-        return self._watch.thread
+        if (gone := self.of_process.attach(self)) is not None:
+            self.of_process.fail(f"the script of rank {gone} has ended without this trainer")
 
     @property
     def ending(self) -> Ending:
         """Contents of the ending file of this node."""
-        return self._watch.ending
+        return self.of_process.ending
 
     # ---- watched processes and failures -----------------------------------------------------------------------------
 
     def add_process(self, pid: int, cause: Callable[[], str | None]) -> None:
         """Treat the end of process `pid` as a failure of an engine; `cause` then returns the message, or `None` if
         the run goes on without it."""
-        self._watch.processes.add(pid, lambda: self._watch.process_ended(cause), self)
+        self.of_process.processes.add(pid, lambda: self.of_process.process_ended(cause), self)
 
     def forget_processes(self) -> None:
         """Stop watching this trainer's processes, before this rank shuts its engines down cleanly."""
-        self._watch.processes.forget(self)
-
-    def limit_store(self, seconds: float) -> None:
-        """Set the time after which a store that does not respond counts as gone."""
-        self._watch.store_limit_s = seconds
-
-    def count_as_reader(self, rank: int) -> None:
-        """Count a rank that is dead as a reader of the fatal line, so that no rank waits for it."""
-        self._watch.store.count_as_reader(rank)
-
-    def limit_start(self, seconds: float) -> None:
-        """Set the time in which all ranks must have imported this library."""
-        if self._watch.arrivals is not None:
-            self._watch.arrivals.timeout_s = seconds
+        self.of_process.processes.forget(self)
 
     def end_with(self, close: Callable[[], None]) -> None:
         """Make the watch thread call `close`, which closes this object too, and end. It takes no lock."""
-        self._watch.ends.append(close)
-        self._watch.signals.wake()
+        self.of_process.ends.append(close)
+        self.of_process.signals.wake()
 
     def report(self, cause: str, delay_s: float = 0.0, **code: int) -> None:
         """Report this rank's failure and return at once; the watch thread writes it to the store, then exits.
@@ -137,7 +120,7 @@ class Watchdog:
             code (`int`, *optional*):
                 Exit code of all ranks; one of `exit_codes.py`.
         """
-        self._watch.report(cause, delay_s, **code)
+        self.of_process.report(cause, delay_s, **code)
 
     @contextmanager
     def noting(self, note: str) -> Iterator[None]:
@@ -145,9 +128,9 @@ class Watchdog:
 
         An engine that ends is reported by this thread; only the main thread knows what the engine was doing.
         """
-        self._watch.note = note
+        self.of_process.note = note
         yield
-        self._watch.note = ""
+        self.of_process.note = ""
 
     @contextmanager
     def guard(self, close: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -164,7 +147,7 @@ class Watchdog:
             ends_all = isinstance(error, Exception | SystemExit) and not ends_well(error)
             if self.topology.world_size == 1:
                 close()
-            elif ends_all and not self._watch.alone and not self._closed.is_set():
+            elif ends_all and not self.of_process.alone and not self._closed.is_set():
                 self.fail_with(error)
             elif isinstance(error, SystemExit) and is_good(error.code):
                 self._leave_with_all(error)
@@ -175,7 +158,7 @@ class Watchdog:
 
         Code that a model has written calls `sys.exit(0)`, and `exec` runs it in a reward function of one rank.
         """
-        if self._leaving is error or self._watch.alone or self._closed.is_set():
+        if self._leaving is error or self.of_process.alone or self._closed.is_set():
             return
         self._leaving = error
         counter, deadline = f"leaves/{next(self._exits)}", time.monotonic() + LEAVE_S
@@ -183,19 +166,19 @@ class Watchdog:
         while not self.store.all_have(counter):
             if self.store.lend(self.missed) or time.monotonic() > deadline:
                 how = f"SystemExit: this rank left the trainer with exit code {error.code or 0}, and others did not."
-                self._watch.fail(f"{how} {LEAVE_CURE}")
+                self.of_process.fail(f"{how} {LEAVE_CURE}")
             time.sleep(POLL_S)
 
     def _fail_if_missed(self) -> None:
         if self.store.lend(self.missed):
-            self._watch.fail(
+            self.of_process.fail(
                 "this rank has closed its trainer or ended its script, and others wait for it in the trainer. All "
                 f"ranks must call the trainer's methods equally often. {LEAVE_CURE}",
             )
 
     def fail_with(self, error: BaseException) -> None:
         """Print the traceback, report the error, and wait until the watch thread ends the process with `os._exit`."""
-        self._watch.fail_with(error)
+        self.of_process.fail_with(error)
 
     def close(self) -> None:
         """Wait until every rank of the run has called this, then stop watching.
@@ -209,21 +192,21 @@ class Watchdog:
         error = sys.exc_info()[1]
         # the script leaves, and closes in a `finally`
         if isinstance(error, SystemExit) and not ends_well(error):
-            self._watch.fail_at_exit(error.code)
+            self.of_process.fail_at_exit(error.code)
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
         self.closes = True
-        self.store.wait_for_all(self._watch.stopped, self._fail_if_missed)
+        self.store.wait_for_all(self.of_process.stopped, self._fail_if_missed)
         self._closed.set()
         for call in self.closings:
             call()
-        self._watch.detach(self, error)
+        self.of_process.detach(self, error)
 
     def close_at_exit(self) -> None:
         """End all ranks if the script of this one ends with an error; otherwise close. `atexit` calls it."""
-        if not self._closed.is_set() and (status := self._watch.exits.bad_status()) is not None:
-            self._watch.fail_at_exit(status)
+        if not self._closed.is_set() and (status := self.of_process.exits.bad_status()) is not None:
+            self.of_process.fail_at_exit(status)
         if not self._closed.is_set():
             # of a single process; several have ended with the error
             self._close(getattr(sys, "last_value", None))
@@ -236,4 +219,4 @@ class Watchdog:
         for rank in self.topology.local_ranks:
             if rank != self.topology.rank:
                 waiting = f"{self.topology}: waiting for rank {rank} to build its trainer"
-                self._watch.watch_rank(rank, int(when_written(store, f"pid/{rank}", waiting)))
+                self.of_process.watch_rank(rank, int(when_written(store, f"pid/{rank}", waiting)))
