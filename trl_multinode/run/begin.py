@@ -1,7 +1,6 @@
 """First acts of a trainer on its node: a folder that can be written, its owner, the ending file."""
 
 import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,7 +53,7 @@ def check_writable(folder: Path, node: int) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
+        reason = error.strerror or error
         text = f"node {node} cannot write to `output_dir` {folder.parent}: {reason}"
         if error.errno in FULL:
             warn(

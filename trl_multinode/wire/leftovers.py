@@ -10,7 +10,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,8 @@ def leftovers(remove: bool) -> Iterator[Leftover]:
             try:
                 reason = reason_to_keep(folder, locks)
                 segments = () if reason else tuple(recorded_segments(*folder.glob(RECORDS)))
-                found = Leftover(folder, segments, size_of(folder, segments), reason)
+                num_bytes = size_of(folder) + sum(path.stat().st_size for path in segments)
+                found = Leftover(folder, segments, num_bytes, reason)
                 if remove and reason is None:
                     remove_folder(folder)
             except FileNotFoundError:  # its owner or another start removes it now
@@ -94,10 +95,13 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def size_of(folder: Path, segments: tuple[Path, ...]) -> int:
-    """Return the bytes of a folder's files and of its shared memory."""
-    files = [path for path in folder.rglob("*") if path.is_file()] + list(segments)
-    return sum(path.stat().st_size for path in files)
+def size_of(folder: Path) -> int:
+    """Return the bytes of a folder's files, which other processes may be writing."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # renamed or removed meanwhile
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def remove_leftovers(report: Callable[[str], None]) -> None:
