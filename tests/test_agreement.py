@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,10 +35,8 @@ class Host:
 
     def __init__(self, rank: int, store: StoreHost):
         self.topology = topology_of(rank)
-        client = connect_store(
-            self.topology, 0, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        )
-        self._meeting = Meeting(self.topology, client)
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        self._meeting = Meeting(self.topology, connect_store(self.topology, 0))
         self.agreement = self
 
     def compare(self, facts: Facts) -> list[Disagreement]:

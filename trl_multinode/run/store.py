@@ -35,7 +35,7 @@ Keys of a trainer, below its number:
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -56,9 +56,7 @@ LINGER_S = 1.0
 T = TypeVar("T")
 
 
-def connect_store(
-    topology: Topology, run: int | None, environ: Mapping[str, str] = os.environ
-) -> Store:
+def connect_store(topology: Topology, run: int | None) -> Store:
     """Connect a new client to the run's rendezvous store; a single process has one in its memory.
 
     Every thread needs its own client, because a client that waits for a key blocks all other calls on it.
@@ -71,8 +69,8 @@ def connect_store(
     """
     if topology.world_size == 1:
         return HashStore()
-    address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"trl_multinode/{attempt}" + ("" if run is None else f"/{run}")
     return open_store(address, prefix, topology, STORE_TIMEOUT_S)
 
