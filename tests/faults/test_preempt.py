@@ -64,14 +64,14 @@ def train(rank: int, store: StoreHost, grace_s: float = HANG_S, stuck_at: int = 
     client = connect_store(topology, watch.run)
     preemption, meeting = Preemption(topology, client, grace_s, watch), Meeting(topology, client)
     preemption.last_checkpoint = lambda: "/run/checkpoint-3"
-    preemption.begin_training()
+    preemption.decision.begin_training()
     watch.ticks.append(
         lambda: print("found a failure", flush=True) if watch.of_process._failures else None
     )
     with watch.guard():
         try:
             for step in range(1, STEPS):
-                preemption.begin_step(step)
+                preemption.step = step
                 time.sleep(random.uniform(0.0, 0.04))
                 meeting.wait()
                 if step == stuck_at:
@@ -165,7 +165,7 @@ def test_row_15_the_signal_of_the_environment_is_received_although_the_launcher_
         watch = Watchdog(LAUNCHED)
         preemption = Preemption(LAUNCHED, HashStore(), 60.0, watch)
         found = [signal.getsignal(signal.SIGUSR1) is noop_handler]
-        preemption.begin_step(1)
+        preemption.step = 1
         found.append(preemption.end_step(1))
         os.kill(os.getpid(), signal.SIGUSR1)
         until(lambda: preemption._asked, "the watch thread to receive the signal")
@@ -411,13 +411,13 @@ def test_row_15_the_script_goes_on_after_the_last_step_and_without_a_signal(aske
 def test_row_15_a_decision_for_a_step_that_all_ranks_have_ended_does_not_count():
     """The watch thread's request may be late, and rank 0 deletes the keys of old steps, so it makes the key anew."""
     preemption = callback(True)._preemption
-    preemption.begin_step(8)
+    preemption.step = 8
     keys: dict[str, bytes] = {}
 
     class Late:
         def compare_set(self, key: str, expected: str, value: str) -> bytes:
             if not keys:
-                preemption.begin_step(11)
+                preemption.step = 11
             return keys.setdefault(key, value.encode())
 
     preemption.publish(Late())
