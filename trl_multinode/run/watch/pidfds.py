@@ -30,18 +30,15 @@ class Pidfds:
 
         Any thread may call this. It calls `ended` itself if the process has ended before.
         """
-        with self._lock:
-            try:
-                pidfd = open_end(pid)
-            except ProcessLookupError:
-                has_ended = True
-            else:
-                has_ended = False
-                self._ended[pidfd] = ended, owner
-                self._poll.register(pidfd, select.POLLIN)
-        self._signals.wake()
-        if has_ended:
+        try:
+            pidfd = open_end(pid)
+        except ProcessLookupError:
             ended()
+            return
+        with self._lock:
+            self._ended[pidfd] = ended, owner
+            self._poll.register(pidfd, select.POLLIN)
+        self._signals.wake()
 
     def forget(self, owner: object) -> None:
         """Stop watching the processes of an owner."""

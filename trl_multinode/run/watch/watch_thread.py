@@ -145,7 +145,16 @@ class WatchThread:
     # ---- failures ---------------------------------------------------------------------------------------------------
 
     def report(self, cause: str, delay_s: float = 0.0, code: int = OTHER) -> None:
-        """Report this rank's failure and return at once; the watch thread writes it to the store, then exits."""
+        """Report this rank's failure and return at once; the watch thread writes it to the store, then exits.
+
+        Args:
+            cause (`str`):
+                Message, to which the place and the phase are added.
+            delay_s (`float`, *optional*, defaults to `0.0`):
+                Seconds to wait for a better explanation by any rank.
+            code (`int`, *optional*, defaults to `OTHER`):
+                Exit code of all ranks; one of `exit_codes.py`.
+        """
         cause = cause if self.note in cause else f"{cause.rstrip('.')}. {self.note}"
         line = f"{self.topology}, phase {self._phase()}: " + " ".join(cause.split())
         self._failures.append((time.monotonic() + delay_s, Fatal(line, code)))
@@ -282,7 +291,6 @@ class WatchThread:
 
     def run(self) -> None:
         """Watch until the end of the run. It is the body of the thread."""
-        self.thread = threading.current_thread()
         threading.Thread(target=self._watch_store, name="watch-store", daemon=True).start()
         try:
             register(self.store, self.topology)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 from torch.distributed import Store
 
-from ..endings.ending import Ending
 from ..store import when_written
 from ..topology import Topology
 from .early import early_watch
@@ -81,17 +80,13 @@ class Watchdog:
         self.closes = False
         # watch of this process, which its trainers share
         self.of_process = watch_of(topology)
+        self.report, self.ending = self.of_process.report, self.of_process.ending
         self.store = self.of_process.store.of_trainer(self.run)
         self._closed = threading.Event()
         self._exits = itertools.count()  # of this rank from the trainer's methods with a good code
         self._leaving: SystemExit | None = None
         if (gone := self.of_process.attach(self)) is not None:
             self.of_process.fail(f"the script of rank {gone} has ended without this trainer")
-
-    @property
-    def ending(self) -> Ending:
-        """Contents of the ending file of this node."""
-        return self.of_process.ending
 
     # ---- watched processes and failures -----------------------------------------------------------------------------
 
@@ -108,19 +103,6 @@ class Watchdog:
         """Make the watch thread call `close`, which closes this object too, and end. It takes no lock."""
         self.of_process.ends.append(close)
         self.of_process.signals.wake()
-
-    def report(self, cause: str, delay_s: float = 0.0, **code: int) -> None:
-        """Report this rank's failure and return at once; the watch thread writes it to the store, then exits.
-
-        Args:
-            cause (`str`):
-                Message, to which the place and the phase are added.
-            delay_s (`float`, *optional*, defaults to `0.0`):
-                Seconds to wait for a better explanation by any rank.
-            code (`int`, *optional*):
-                Exit code of all ranks; one of `exit_codes.py`.
-        """
-        self.of_process.report(cause, delay_s, **code)
 
     @contextmanager
     def noting(self, note: str) -> Iterator[None]:
@@ -148,7 +130,7 @@ class Watchdog:
             if self.topology.world_size == 1:
                 close()
             elif ends_all and not self.of_process.alone and not self._closed.is_set():
-                self.fail_with(error)
+                self.of_process.fail_with(error)
             elif isinstance(error, SystemExit) and is_good(error.code):
                 self._leave_with_all(error)
             raise
@@ -175,10 +157,6 @@ class Watchdog:
                 "this rank has closed its trainer or ended its script, and others wait for it in the trainer. All "
                 f"ranks must call the trainer's methods equally often. {LEAVE_CURE}",
             )
-
-    def fail_with(self, error: BaseException) -> None:
-        """Print the traceback, report the error, and wait until the watch thread ends the process with `os._exit`."""
-        self.of_process.fail_with(error)
 
     def close(self) -> None:
         """Wait until every rank of the run has called this, then stop watching.
