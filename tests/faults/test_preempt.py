@@ -29,7 +29,13 @@ from trl_multinode.run import store as run_store
 from trl_multinode.run.endings.ending import ALSO_TO
 from trl_multinode.run.endings.exit_codes import PEER_LOST, PREEMPTED
 from trl_multinode.run.meeting import Meeting
-from trl_multinode.run.preemption import Preemption, grace_after, grace_note, launcher_would_end
+from trl_multinode.run.preemption import (
+    TIMEOUT_VARIABLE,
+    Preemption,
+    grace_after,
+    grace_note,
+    launcher_would_end,
+)
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch import early
@@ -306,29 +312,26 @@ def test_row_15_before_the_first_step_the_run_ends_at_once_with_143(tmp_path):
         assert rank.wait() == PREEMPTED and "SIGTERM" in rank.text.splitlines()[-1]
 
 
-def test_row_15_the_grace_is_the_smaller_of_the_setting_and_what_torchrun_leaves():
-    limit = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
-    assert (
-        grace_after(signal.SIGTERM, 600.0, {}) == 25.0
-        and grace_after(signal.SIGTERM, 10.0, {}) == 10.0
-    )
-    assert (
-        grace_after(signal.SIGTERM, 600.0, limit) == 595.0
-        and grace_after(signal.SIGUSR1, 600.0, {}) == 600.0
-    )
-    assert grace_after(signal.SIGTERM, 600.0, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4"}) == 2.0
-    assert "25 s are left" in grace_note(
-        600.0, {}
-    ) and "torchrun kills the ranks after 30 s" in grace_note(600.0, {})
-    assert "torchrun" not in grace_note(10.0, {})
-    assert "after a SIGUSR2 600 s" in grace_note(600.0, {PREEMPT_VARIABLE: "SIGUSR2"})
+def test_row_15_the_grace_is_the_smaller_of_the_setting_and_what_torchrun_leaves(monkeypatch):
+    monkeypatch.delenv(TIMEOUT_VARIABLE, raising=False)
+    assert grace_after(signal.SIGTERM, 600.0) == 25.0 and grace_after(signal.SIGTERM, 10.0) == 10.0
+    assert grace_after(signal.SIGUSR1, 600.0) == 600.0
+    note = grace_note(600.0)
+    assert "25 s are left" in note and "torchrun kills the ranks after 30 s" in note
+    assert "torchrun" not in grace_note(10.0)
+    monkeypatch.setenv(PREEMPT_VARIABLE, "SIGUSR2")
+    assert "after a SIGUSR2 600 s" in grace_note(600.0)
+    for limit, grace_s in (("600", 595.0), ("4", 2.0)):
+        monkeypatch.setenv(TIMEOUT_VARIABLE, limit)
+        assert grace_after(signal.SIGTERM, 600.0) == grace_s
 
 
 @pytest.mark.parametrize("name", ["USR3", "KILL", "TERM", "INT", "10"])
-def test_row_15_a_signal_that_cannot_preempt_is_refused(name):
-    assert preempt_signals({PREEMPT_VARIABLE: name}) == (signal.SIGTERM, signal.SIGHUP)
+def test_row_15_a_signal_that_cannot_preempt_is_refused(name, monkeypatch):
+    monkeypatch.setenv(PREEMPT_VARIABLE, name)
+    assert preempt_signals() == (signal.SIGTERM, signal.SIGHUP)
     with refused(PREEMPT_VARIABLE, got=name, expected=("USR1", "USR2")):
-        check_preempt_signal({PREEMPT_VARIABLE: name})
+        check_preempt_signal()
 
 
 def test_row_15_transformers_own_checkpoint_at_sigterm_is_refused(tmp_path):

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -30,17 +30,15 @@ LAUNCHER_S = 30.0  # torchrun's default between its SIGTERM and its SIGKILL
 MARGIN_S = 5.0  # between the deadline and the launcher's SIGKILL, for the last line and the end of the engines
 
 
-def launcher_limit(environ: Mapping[str, str] = os.environ) -> float:
+def launcher_limit() -> float:
     """Return the seconds after which torchrun kills the ranks that it has sent SIGTERM or SIGHUP."""
     try:
-        return float(environ[TIMEOUT_VARIABLE])
+        return float(os.environ[TIMEOUT_VARIABLE])
     except (KeyError, ValueError):  # torchrun itself reports a value that is no number
         return LAUNCHER_S
 
 
-def grace_after(
-    stop: signal.Signals, grace_s: float, environ: Mapping[str, str] = os.environ
-) -> float:
+def grace_after(stop: signal.Signals, grace_s: float) -> float:
     """Return the seconds that a rank has after a signal: `preemption_grace`, or less if the launcher leaves less.
 
     A rank cannot see who sent SIGTERM or SIGHUP, so the launcher's limit counts for each. Other signals have no such
@@ -48,21 +46,19 @@ def grace_after(
     """
     if stop not in OF_LAUNCHERS:
         return grace_s
-    limit = launcher_limit(environ)
+    limit = launcher_limit()
     return min(grace_s, max(limit - MARGIN_S, limit / 2))
 
 
-def grace_note(grace_s: float, environ: Mapping[str, str] = os.environ) -> str:
+def grace_note(grace_s: float) -> str:
     """Return a line for the start of a run: how long a step and a checkpoint may take after a signal."""
-    grace = grace_after(signal.SIGTERM, grace_s, environ)
+    grace = grace_after(signal.SIGTERM, grace_s)
     text = (
         f"after a SIGTERM or SIGHUP {grace:.0f} s are left for the end of the step and a checkpoint"
     )
     if grace < grace_s:
-        text += (
-            f": torchrun kills the ranks after {launcher_limit(environ):.0f} s ({TIMEOUT_VARIABLE})"
-        )
-    for other in environment_signals(environ):
+        text += f": torchrun kills the ranks after {launcher_limit():.0f} s ({TIMEOUT_VARIABLE})"
+    for other in environment_signals():
         text += f"; after a {other.name} {grace_s:.0f} s"
     return text
 
