@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torch.distributed import Store
@@ -196,20 +196,15 @@ class Beats:
             idle_s = silent_s
         else:
             idle_s = min(silent_s, now - self._worked_at(rank, slot["pid"], at, now))
+        unchanged = {one.name: slot[one.name] for one in fields(RankState) if one.name in slot}
         return RankState(
+            **unchanged,
             rank=rank,
-            phase=slot["phase"],
             phase_s=round(now - slot["since"], 1),
-            step=slot["step"],
-            left=slot["left"],
             silent_s=round(silent_s, 1),
             idle_s=round(idle_s, 1),
             same_s=round(now - max(slot["changed"], self._forgiven), 1),
-            synced=slot["synced"],
-            may_take_long=slot["may_take_long"],
-            meeting=slot["meeting"],
             waits_s=0.0 if slot["waits_since"] is None else round(now - slot["waits_since"], 1),
-            frames=slot["frames"],
         )
 
     def _worked_at(self, rank: int, pid: int, last_beat: float, now: float) -> float:
