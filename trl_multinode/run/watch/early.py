@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -103,11 +102,11 @@ class EarlyWatch:
 _early: EarlyWatch | None = None
 
 
-def start(environ: Mapping[str, str] = os.environ) -> None:
+def start() -> None:
     """Start the watch if this process is a rank of a launch with several ranks. It never fails and never waits."""
     global _early
     with suppress(Exception):
-        if _early is None and is_rank(environ):
+        if _early is None and is_rank():
             _early = EarlyWatch()
 
 
@@ -116,8 +115,9 @@ def early_watch() -> "WatchThread | None":
     return _early.watch() if _early is not None else None
 
 
-def is_rank(environ: Mapping[str, str]) -> bool:
+def is_rank() -> bool:
     """Return whether torchrun has started this process, and not one of its ranks or another Python process."""
+    environ = os.environ
     if not all(environ.get(name) for name in LAUNCHED_BY) or environ["WORLD_SIZE"] == "1":
         return False
     # the store is then a rank's, and not there yet
