@@ -129,7 +129,7 @@ class Watchdog:
             ends_all = isinstance(error, Exception | SystemExit) and not ends_well(error)
             if self.topology.world_size == 1:
                 close()
-            elif ends_all and not self.of_process.alone and not self._closed.is_set():
+            elif ends_all and not self._closed.is_set():
                 self.of_process.fail_with(error)
             elif isinstance(error, SystemExit) and is_good(error.code):
                 self._leave_with_all(error)
@@ -140,7 +140,7 @@ class Watchdog:
 
         Code that a model has written calls `sys.exit(0)`, and `exec` runs it in a reward function of one rank.
         """
-        if self._leaving is error or self.of_process.alone or self._closed.is_set():
+        if self._leaving is error or self._closed.is_set():
             return
         self._leaving = error
         counter, deadline = f"leaves/{next(self._exits)}", time.monotonic() + LEAVE_S
