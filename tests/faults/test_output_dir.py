@@ -69,7 +69,7 @@ def mount_read_only(folder: Path) -> None:
 @pytest.mark.nightly
 def test_a_full_disk_at_the_start_ends_no_run_that_may_save_nothing(tmp_path, monkeypatch, caplog):
     def full(*_, **__):
-        raise OSError(errno.ENOSPC, "no space")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "touch", full)
     check_writable(tmp_path / "_multinode", 0)
