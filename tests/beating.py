@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import forks
+import pytest
 from store_host import PER_NODE, StoreHost, topology_of
 from waiting import HANG_S, until
 
@@ -51,7 +52,7 @@ def enter(
     activity = RankActivity(phases, meeting, lambda: 3, lambda phase: "")
     activity.synced = synced
     Beats(topology, watch, limits, activity)
-    watch.limit_store(store_s)
+    watch.of_process.store_limit_s = store_s
     print(f"up, run {watch.run}", flush=True)
     return Rank(watch, phases, meeting, activity)
 
@@ -131,8 +132,10 @@ class BeatReader:
     def __init__(self, store: StoreHost, first: forks.Rank):
         first.wait_for("up, run ")
         run = int(re.search(r"up, run (\d+)", first.text)[1])
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        self._client = connect_store(topology_of(0), run, address)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MASTER_ADDR", "127.0.0.1")
+            patch.setenv("MASTER_PORT", str(store.port))
+            self._client = connect_store(topology_of(0), run)
 
     def wait(self, num_beats: int, doing: str = "") -> None:
         """Wait until each node has written `num_beats` more beats, the last with the frame `doing` for all ranks."""

@@ -110,5 +110,5 @@ def begin_early(rank: int, store: StoreHost, output_dir: Path) -> Watchdog:
 def num_finished(watch: Watchdog) -> int:
     """Return the number of ranks that have closed this trainer."""
     found: list[int] = []
-    watch._store.lend(lambda client: found.append(client.add("done", 0)))
+    watch.store.lend(lambda client: found.append(client.add("done", 0)))
     return found[0]

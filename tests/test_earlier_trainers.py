@@ -18,7 +18,7 @@ from trl_multinode import GRPOConfig, GRPOTrainer
 from trl_multinode.host.closing import Closing
 from trl_multinode.host.rank import RankContext
 from trl_multinode.node_settings import NodeSettings
-from trl_multinode.run.topology import EngineDevices
+from trl_multinode.run.topology import EngineDevices, Topology
 from trl_multinode.run.watch.watchdog import Watchdog
 from trl_multinode.wire.supervisor import is_running
 
@@ -150,7 +150,7 @@ def test_the_step_outlives_the_trainer_and_does_not_keep_it():
     )
     closing = Closing.__new__(Closing)
     closing._rank = rank
-    closing.follow(trainer)
+    rank.follow(trainer, closing.on_collected)
     assert rank.step() == 3 and not ended and not rank.is_collected
     del trainer
     assert rank.step() == 3 and ended == [closing._unattended] and rank.is_collected
@@ -159,7 +159,7 @@ def test_the_step_outlives_the_trainer_and_does_not_keep_it():
 def test_the_watch_thread_ends_with_what_it_was_given_even_if_that_fails(capsys):
     made = Closing.__new__(Closing)
     made.close = lambda: (watch.close(), 1 / 0)
-    watch = Watchdog(SimpleNamespace(launched=False, world_size=1, rank=0, node=0, local_ranks=[0]))
+    watch = Watchdog(Topology(0, 1, 0, 1, 0, 1, launched=False))
     watch.end_with(made._unattended)
-    watch._thread.join(LIMIT_S)
-    assert not watch._thread.is_alive() and "ZeroDivisionError" in capsys.readouterr().err
+    watch.of_process.thread.join(LIMIT_S)
+    assert not watch.of_process.thread.is_alive() and "ZeroDivisionError" in capsys.readouterr().err

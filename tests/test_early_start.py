@@ -186,8 +186,8 @@ def test_an_engine_that_ends_beside_the_load_is_reported_at_once(tmp_path, monke
     ends: list[tuple[str, int]] = []
     lines: list[str] = []
     watch = SimpleNamespace(
-        add_cleanup=lambda call: None,
-        add_chore=lambda call: None,
+        cleanups=[],
+        chores=[],
         report=lambda cause, code: ends.append((cause, code)),
     )
     topology = Topology(0, 1, 0, 1, 0, 1, launched)

@@ -23,7 +23,7 @@ from trl_multinode.run.heartbeats.frames import bytes_written, innermost_frames,
 from trl_multinode.run.heartbeats.node_slots import NAME, NodeSlots
 from trl_multinode.run.limits import file_limit_cure, raise_file_limit
 from trl_multinode.run.node_memory import open_shared
-from trl_multinode.run.reconnecting import ReconnectingStore, prefixed
+from trl_multinode.run.reconnecting import StoreConnection, prefixed
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
 
@@ -139,7 +139,7 @@ def test_an_idle_connection_is_probed(link):
 def test_a_store_that_is_gone_is_found_without_waiting_for_a_limit(store, link, monkeypatch):
     """torch's own client would try again for its whole limit, which would hang here."""
     monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 2 * HANG_S)
-    monkeypatch.setattr(ReconnectingStore, "limit_s", 2 * HANG_S)
+    monkeypatch.setattr(StoreConnection, "limit_s", 2 * HANG_S)
     client = connect_store(topology_of(2), 0)
     client.set("key", "")
     link.close()
@@ -148,7 +148,7 @@ def test_a_store_that_is_gone_is_found_without_waiting_for_a_limit(store, link, 
 
 
 def test_a_store_that_cannot_be_reached_is_given_up_after_the_limit(link, monkeypatch):
-    monkeypatch.setattr(ReconnectingStore, "limit_s", 1.0)
+    monkeypatch.setattr(StoreConnection, "limit_s", 1.0)
     client = connect_store(topology_of(2), 0)
 
     attempts = []

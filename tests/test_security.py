@@ -23,7 +23,7 @@ from waiting import HANG_S, until
 from trl_multinode.engine.environment import engine_environment
 from trl_multinode.engine.process import EngineProcess
 from trl_multinode.engine.run_folder import RunFolder
-from trl_multinode.errors import EngineDiedError, EngineStartError
+from trl_multinode.errors import EngineDiedError, EngineStartError, PeerFailureError
 from trl_multinode.run.endings.error_text import described
 from trl_multinode.run.endings.exit_codes import is_symptom
 from trl_multinode.tools import main as run_command
@@ -44,7 +44,6 @@ from trl_multinode.wire.messages import (
     Progress,
     Ready,
     Score,
-    SenderLost,
     TensorSpec,
     UpdateWeights,
     WeightVersion,
@@ -204,8 +203,8 @@ def test_an_update_whose_sender_vanishes_ends_as_failed_and_the_next_one_heals(t
             sender.send(update, HANG_S)
         assert isinstance(ask(other, Await(request_id=3, min_update=1)), Done)
         refused = ask(other, Score(request_id=4, prompt=pack_ids([1, 2])))
-        assert isinstance(refused, SenderLost) and "sender" in refused.message
-        assert is_symptom(refused.error(refused.message)), (
+        assert refused.error == "PeerFailureError" and "sender" in refused.message
+        assert is_symptom(PeerFailureError(refused.message)), (
             "or it would hide the end of the sender's process"
         )
         with connected(path) as sender, opened_slots(sender, tmp_path) as signals:

@@ -81,11 +81,10 @@ def test_a_library_s_log_lines_appear_once_and_those_of_a_script_and_errors_alwa
 
 def test_the_ranks_of_a_node_share_what_was_shown_and_another_node_shows_it_too(plain, monkeypatch):
     store = HashStore()
-    monkeypatch.setattr("trl_multinode.run.store.connect_store", lambda topology, run: store)
     for rank in range(4):
         topology = Topology(rank, 4, rank % 2, 2, rank // 2, 2, launched=True)
         monkeypatch.setattr(warn_once, "_seen", set())  # each rank has a process of its own
-        filters = WarnOnce(RunStore(topology, 0).is_first)
+        filters = WarnOnce(RunStore(topology, store).is_first)
         filters.install()
         for _ in range(2):
             library_step()
@@ -93,13 +92,12 @@ def test_the_ranks_of_a_node_share_what_was_shown_and_another_node_shows_it_too(
     assert plain == ["old name", "old name"]  # one per node
 
 
-def test_a_store_that_is_gone_hides_nothing(plain, monkeypatch):
+def test_a_store_that_is_gone_hides_nothing(plain):
     class Gone:
         def add(self, *_):
             raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr("trl_multinode.run.store.connect_store", lambda topology, run: Gone())
-    filters = WarnOnce(RunStore(Topology(1, 4, 1, 2, 0, 2, launched=True), 0).is_first)
+    filters = WarnOnce(RunStore(Topology(1, 4, 1, 2, 0, 2, launched=True), Gone()).is_first)
     filters.install()
     library_step()
     filters.restore()

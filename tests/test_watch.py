@@ -18,7 +18,7 @@ from trl_multinode.run import store as run_store
 from trl_multinode.run.phase_file import PhaseFile
 from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import Topology
-from trl_multinode.run.watch import arrivals, early, leaving, watch_thread, watchdog
+from trl_multinode.run.watch import arrivals, early, leaving, watch_thread
 from trl_multinode.run.watch.watch_thread import WatchThread
 
 
@@ -67,7 +67,7 @@ def test_a_rank_that_leaves_writes_the_phases_of_the_step_under_way(tmp_path, st
     def body(rank: int) -> None:
         watch, file = enter(rank, store), PhaseFile(tmp_path, rank, node=rank // PER_NODE)
         phases = Phases(file)
-        watch.at_close(file.flush)
+        watch.closings.append(file.flush)
         with watch.guard(), phases("train"):
             with phases("reward"):
                 pass
@@ -104,7 +104,7 @@ def test_a_neighbour_that_registers_between_two_requests_is_watched_all_the_same
     early_ranks = arrivals.Arrivals(topology, lambda rank, pid: seen.append((rank, pid)))
     store = SimpleNamespace(lend=lambda use: use(Late()))
     for _ in range(2):
-        early_ranks.look(store, has_trainer=False)
+        early_ranks.look(store, has_trainer=False, limit_s=HANG_S)
     assert seen == [(1, 17)]
 
 
@@ -112,10 +112,10 @@ def test_ranks_end_together_and_well_though_the_store_goes_with_node_0(
     tmp_path, store, monkeypatch
 ):
     """Node 0 lingers until the others have read that all are through; here for as long as they need."""
-    monkeypatch.setattr(watchdog, "POLL_S", 77.0)
+    monkeypatch.setattr(run_store, "LINGER_S", 77.0)
 
     def sleep_on_node_0(seconds: float) -> None:
-        if seconds == 2 * 77.0:
+        if seconds == 77.0:
             (tmp_path / f"lingers{os.getpid()}").touch()
             until(
                 lambda: all((tmp_path / f"closed{rank}").exists() for rank in (2, 3)),
@@ -215,8 +215,8 @@ def test_a_closed_process_may_end_and_every_good_ending_is_written(tmp_path, sto
 
     def body(rank: int) -> None:
         watch = begin_early(rank, store, tmp_path / "good")
-        ended = note_good_ends(watch._watch)
-        until(lambda: not watch._watch.arrivals._neighbours, "the pids of the node")
+        ended = note_good_ends(watch.of_process)
+        until(lambda: not watch.of_process.arrivals._neighbours, "the pids of the node")
         watch.close()
         if rank == 1:
             os._exit(0)

@@ -50,7 +50,9 @@ def test_a_rank_leaves_when_the_store_knows_it(store, monkeypatch):
     monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", HANG_S)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(link.port))
-    leaving, neighbour = run_store.RunStore(LAUNCHED_2, None), run_store.RunStore(LAUNCHED_2, None)
+    leaving, neighbour = (
+        run_store.RunStore(LAUNCHED_2, connect_store(LAUNCHED_2, None)) for _ in range(2)
+    )
     link.cut()
     thread = threading.Thread(target=leaving.leave, args=("closed",))
     thread.start()
@@ -65,10 +67,10 @@ def test_a_rank_leaves_when_the_store_knows_it(store, monkeypatch):
 def test_a_neighbour_that_ends_while_the_trainer_is_closed_is_no_failure():
     """The main thread closes the last trainer between two looks of the watch thread."""
     watch = watch_module.WatchThread(ALONE)
-    watch.trainers = [SimpleNamespace(all_finished=lambda: True)]
+    watch.trainers = [SimpleNamespace(store=SimpleNamespace(all_finished=lambda: True))]
     watch.store = SimpleNamespace(have_left=lambda ranks: True, fatal=watch.trainers.clear)
     assert not watch._neighbour_ended("the process of rank 1 ended", 1)
-    assert watch._failure.due() is None
+    assert not watch._failures
 
 
 def test_plain_python_keeps_its_signal_handlers():
@@ -95,7 +97,7 @@ def test_a_rank_that_is_late_is_waited_for_and_named(monkeypatch, capsys):
     assert "rank 1 has no trainer yet" in capsys.readouterr().out
 
 
-def test_a_wait_goes_on_when_the_watch_thread_gives_the_store_up():
+def test_a_wait_goes_on_when_the_watch_thread_gives_the_store_up(monkeypatch):
     class Store:
         done = 0
 
@@ -104,10 +106,10 @@ def test_a_wait_goes_on_when_the_watch_thread_gives_the_store_up():
             self.done += 1
             return self.done
 
-    of_the_run = run_store.RunStore(ALONE, 0)
-    of_the_run._topology, of_the_run._store = LAUNCHED_2, Store()
-    of_the_run.wait_for_all(0.0, threading.Event(), missed=lambda: None)
-    assert of_the_run.alone and not of_the_run.all_finished()
+    monkeypatch.setattr(run_store, "LINGER_S", 0.0)
+    of_the_run = run_store.RunStore(LAUNCHED_2, Store())
+    of_the_run.wait_for_all(threading.Event(), look=lambda: None)
+    assert not of_the_run.all_finished()
 
 
 def hang_in_a_reward(host: SimpleNamespace) -> None:

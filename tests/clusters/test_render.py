@@ -49,10 +49,10 @@ def test_a_template_leaves_the_shell_alone_and_a_value_that_is_missing_is_an_err
         template.render(setup="")
 
 
-def test_the_limits_leave_the_grace_of_the_package():
+def test_the_limits_leave_the_grace_of_the_package(monkeypatch):
     job = read_job(FILE, "train.py --preemption_grace=900")
-    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.launcher_s)}
-    assert job.grace_s == grace_after(signal.SIGTERM, 900.0, environment) == 900.0
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(job.launcher_s))
+    assert job.grace_s == grace_after(signal.SIGTERM, 900.0) == 900.0
     assert job.kill_s > job.launcher_s
     assert read_job(FILE, "train.py --preemption-grace 30").grace_s == 30
     assert read_job(FILE, "train.py --preemption_grace 30", grace_s=40).grace_s == 40

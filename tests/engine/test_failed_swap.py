@@ -11,7 +11,6 @@ from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.wire.connection import LENGTH, _reply_decoder
 from trl_multinode.wire.messages import (
     Generate,
-    SyncFailed,
     UpdateWeights,
     WeightVersion,
     pack_ids,
@@ -91,18 +90,18 @@ async def swap_beside_a_row(backend: Freezing) -> tuple[list, list]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "failure", "reason"),
+    ("backend", "error", "reason"),
     [
-        (Freezing([SECOND], fails=True), "Failure", "before bucket 1"),
-        (Freezing([FIRST]), "WrongVersion", r"update 1 \(step 10\).* update 2"),
-        (Freezing([SECOND, FIRST]), "Failure", "different"),
+        (Freezing([SECOND], fails=True), "EngineError", "before bucket 1"),
+        (Freezing([FIRST]), "WeightVersionError", r"update 1 \(step 10\).* update 2"),
+        (Freezing([SECOND, FIRST]), "EngineError", "different"),
     ],
     ids=["load", "lost", "one-worker-lost"],
 )
-def test_a_failed_swap_aborts_the_running_rows_and_never_resumes_them(backend, failure, reason):
+def test_a_failed_swap_aborts_the_running_rows_and_never_resumes_them(backend, error, reason):
     sent, row = asyncio.run(asyncio.wait_for(swap_beside_a_row(backend), HANG_S))
     assert backend.calls == ["generate", "frozen", "aborted"]
-    assert type(sent[-1]).__name__ == failure and type(row[0]) is SyncFailed
+    assert sent[-1].error == error and row[0].error == "WeightSyncError"
     for reply in (sent[-1], row[0]):
         assert re.search(reason, reply.message)
     assert "mixed weights" in row[0].message

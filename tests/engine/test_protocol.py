@@ -7,12 +7,14 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import numpy as np
 import pytest
 from waiting import HANG_S
 
+from trl_multinode import errors
 from trl_multinode.errors import EngineDiedError, EngineError, EngineStalledError
 from trl_multinode.transports.broadcast import Broadcast
 from trl_multinode.transports.cuda_ipc import DeviceMemory
@@ -27,8 +29,8 @@ from trl_multinode.wire.messages import (
     Digest,
     Digests,
     Done,
-    EngineDied,
     EngineTimes,
+    ErrorName,
     Failure,
     Generate,
     Hello,
@@ -37,16 +39,12 @@ from trl_multinode.wire.messages import (
     Peek,
     Progress,
     Ready,
-    RequestRefused,
     Score,
-    SenderLost,
     Shutdown,
-    SyncFailed,
     TensorSpec,
     UpdateWeights,
     VersionSpan,
     WeightVersion,
-    WrongVersion,
     pack_ids,
     unpack_ids,
 )
@@ -100,8 +98,8 @@ REPLIES = [
     ),
     Digests(request_id=5, workers=("ab", "cd")),
     *(
-        failure(request_id=4, message="über 256")
-        for failure in (Failure, EngineDied, RequestRefused, SyncFailed, SenderLost, WrongVersion)
+        Failure(request_id=4, message="über 256", error=error)
+        for error in get_args(ErrorName)
     ),
 ]  # fmt: skip
 
@@ -168,6 +166,12 @@ def test_every_reply_reaches_the_rank_however_the_stream_is_cut(pair, size):
             assert select.select([connection], [], [], HANG_S)[0]
             assert connection.receive(HANG_S) == reply
     assert size == 1 or not select.select([connection], [], [], 0)[0]
+
+
+def test_a_failure_names_an_error_class():
+    assert all(
+        issubclass(getattr(errors, name), errors.MultiNodeError) for name in get_args(ErrorName)
+    )
 
 
 def test_a_reply_larger_than_any_buffer_arrives_whole(pair):

@@ -14,7 +14,7 @@ from waiting import HANG_S
 
 from trl_multinode.run import store as run_store
 from trl_multinode.run.endings import exit_codes
-from trl_multinode.run.store import RunStore
+from trl_multinode.run.store import RunStore, connect_store
 
 pytestmark = pytest.mark.real  # each starts an ordinary Python
 
@@ -103,7 +103,7 @@ def test_a_script_that_ends_well_waits_until_its_watch_has_imported_torch(
     assert script.returncode == 0, script.stderr
     for name, value in launched_variables(1, store).items():
         monkeypatch.setenv(name, value)
-    assert RunStore(topology_of(1), None).have_left([0])
+    assert RunStore(topology_of(1), connect_store(topology_of(1), None)).have_left([0])
 
 
 def test_no_child_of_a_rank_is_watched(tmp_path, store):

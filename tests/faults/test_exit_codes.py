@@ -105,7 +105,7 @@ def test_row_exit_codes_of_errors(error, has_trainer, code):
 
 def test_a_line_names_the_node_of_an_address():
     client = HashStore()
-    store, topology = run_store.RunStore(node(0), None, client), node(0)
+    store, topology = run_store.RunStore(node(0), client), node(0)
     for number, found in enumerate((["10.0.0.1", "172.17.0.1"], ["10.0.0.2", "172.17.0.1"])):
         client.set(f"address/{number}", json.dumps(found))
     lines = {

@@ -19,6 +19,7 @@ from trl_multinode.run import owner, versions
 from trl_multinode.run import store as run_store
 from trl_multinode.run.begin import check_writable
 from trl_multinode.run.endings import exit_codes
+from trl_multinode.tools.differences import differences
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +69,7 @@ def mount_read_only(folder: Path) -> None:
 @pytest.mark.nightly
 def test_a_full_disk_at_the_start_ends_no_run_that_may_save_nothing(tmp_path, monkeypatch, caplog):
     def full(*_, **__):
-        raise OSError(errno.ENOSPC, "no space")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "touch", full)
     check_writable(tmp_path / "_multinode", 0)
@@ -201,10 +202,11 @@ def test_row_28_versions_of_many_nodes_are_one_short_line():
         "python",
         "cuda",
     } <= set(here)
-    assert versions.differences([here, here, here]) == []
+    names = [str(node) for node in range(64)]
+    assert differences([here, here, here], names[:3]) == []
     nodes = [{"trl": "1.16.0", "torch": "2.13.0+cpu"} for _ in range(64)]
     nodes[7] = {"trl": "1.15.2", "torch": "2.13.0+cu130"}
-    trl, torch = versions.differences(nodes)
+    trl, torch = differences(nodes, names)
     assert str(trl) == "trl: 1.16.0 on nodes 0, 1, 2, 3, 4, 5, 6, 8 and 55 more, 1.15.2 on node 7"
     assert (trl.is_error, torch.is_error) == (True, False)
-    assert versions.differences(nodes[:7]) == []
+    assert differences(nodes[:7], names[:7]) == []

@@ -29,7 +29,13 @@ from trl_multinode.run import store as run_store
 from trl_multinode.run.endings.ending import ALSO_TO
 from trl_multinode.run.endings.exit_codes import PEER_LOST, PREEMPTED
 from trl_multinode.run.meeting import Meeting
-from trl_multinode.run.preemption import Preemption, grace_after, grace_note, launcher_would_end
+from trl_multinode.run.preemption import (
+    TIMEOUT_VARIABLE,
+    Preemption,
+    grace_after,
+    grace_note,
+    launcher_would_end,
+)
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch import early
@@ -64,14 +70,14 @@ def train(rank: int, store: StoreHost, grace_s: float = HANG_S, stuck_at: int = 
     client = connect_store(topology, watch.run)
     preemption, meeting = Preemption(topology, client, grace_s, watch), Meeting(topology, client)
     preemption.last_checkpoint = lambda: "/run/checkpoint-3"
-    preemption.begin_training()
-    watch.add_tick(
-        lambda: print("found a failure", flush=True) if watch._watch._failure.is_found() else None
+    preemption.decision.begin_training()
+    watch.ticks.append(
+        lambda: print("found a failure", flush=True) if watch.of_process._failures else None
     )
     with watch.guard():
         try:
             for step in range(1, STEPS):
-                preemption.begin_step(step)
+                preemption.step = step
                 time.sleep(random.uniform(0.0, 0.04))
                 meeting.wait()
                 if step == stuck_at:
@@ -165,7 +171,7 @@ def test_row_15_the_signal_of_the_environment_is_received_although_the_launcher_
         watch = Watchdog(LAUNCHED)
         preemption = Preemption(LAUNCHED, HashStore(), 60.0, watch)
         found = [signal.getsignal(signal.SIGUSR1) is noop_handler]
-        preemption.begin_step(1)
+        preemption.step = 1
         found.append(preemption.end_step(1))
         os.kill(os.getpid(), signal.SIGUSR1)
         until(lambda: preemption._asked, "the watch thread to receive the signal")
@@ -186,7 +192,7 @@ def test_row_15_a_launcher_that_the_signal_would_end_is_named_at_the_start(tmp_p
             found.append(launcher_would_end(os.getpid()))
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         monkeypatch.setattr(os, "getppid", os.getpid)
-        Preemption(LAUNCHED, HashStore(), 60.0, SimpleNamespace(add_chore=lambda _: None))
+        Preemption(LAUNCHED, HashStore(), 60.0, SimpleNamespace(chores=[]))
         return found
 
     assert not launcher_would_end(os.getpid())  # no signal is named
@@ -249,7 +255,8 @@ def test_row_15_a_rank_that_still_ends_its_engine_may_outlive_the_launcher_of_no
         watch.close()
         if rank >= 2:  # ends its engine until its watch thread has seen that the store is gone
             until(
-                watch._watch.stopped.is_set, "the watch thread to let this rank outlive the store"
+                watch.of_process.stopped.is_set,
+                "the watch thread to let this rank outlive the store",
             )
 
     with forked(partial(leave_preempted, store, end), RANKS, tmp_path) as ranks:
@@ -305,29 +312,26 @@ def test_row_15_before_the_first_step_the_run_ends_at_once_with_143(tmp_path):
         assert rank.wait() == PREEMPTED and "SIGTERM" in rank.text.splitlines()[-1]
 
 
-def test_row_15_the_grace_is_the_smaller_of_the_setting_and_what_torchrun_leaves():
-    limit = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
-    assert (
-        grace_after(signal.SIGTERM, 600.0, {}) == 25.0
-        and grace_after(signal.SIGTERM, 10.0, {}) == 10.0
-    )
-    assert (
-        grace_after(signal.SIGTERM, 600.0, limit) == 595.0
-        and grace_after(signal.SIGUSR1, 600.0, {}) == 600.0
-    )
-    assert grace_after(signal.SIGTERM, 600.0, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4"}) == 2.0
-    assert "25 s are left" in grace_note(
-        600.0, {}
-    ) and "torchrun kills the ranks after 30 s" in grace_note(600.0, {})
-    assert "torchrun" not in grace_note(10.0, {})
-    assert "after a SIGUSR2 600 s" in grace_note(600.0, {PREEMPT_VARIABLE: "SIGUSR2"})
+def test_row_15_the_grace_is_the_smaller_of_the_setting_and_what_torchrun_leaves(monkeypatch):
+    monkeypatch.delenv(TIMEOUT_VARIABLE, raising=False)
+    assert grace_after(signal.SIGTERM, 600.0) == 25.0 and grace_after(signal.SIGTERM, 10.0) == 10.0
+    assert grace_after(signal.SIGUSR1, 600.0) == 600.0
+    note = grace_note(600.0)
+    assert "25 s are left" in note and "torchrun kills the ranks after 30 s" in note
+    assert "torchrun" not in grace_note(10.0)
+    monkeypatch.setenv(PREEMPT_VARIABLE, "SIGUSR2")
+    assert "after a SIGUSR2 600 s" in grace_note(600.0)
+    for limit, grace_s in (("600", 595.0), ("4", 2.0)):
+        monkeypatch.setenv(TIMEOUT_VARIABLE, limit)
+        assert grace_after(signal.SIGTERM, 600.0) == grace_s
 
 
 @pytest.mark.parametrize("name", ["USR3", "KILL", "TERM", "INT", "10"])
-def test_row_15_a_signal_that_cannot_preempt_is_refused(name):
-    assert preempt_signals({PREEMPT_VARIABLE: name}) == (signal.SIGTERM, signal.SIGHUP)
+def test_row_15_a_signal_that_cannot_preempt_is_refused(name, monkeypatch):
+    monkeypatch.setenv(PREEMPT_VARIABLE, name)
+    assert preempt_signals() == (signal.SIGTERM, signal.SIGHUP)
     with refused(PREEMPT_VARIABLE, got=name, expected=("USR1", "USR2")):
-        check_preempt_signal({PREEMPT_VARIABLE: name})
+        check_preempt_signal()
 
 
 def test_row_15_transformers_own_checkpoint_at_sigterm_is_refused(tmp_path):
@@ -351,7 +355,9 @@ def callback(asked: bool, output_dir: Path = Path("run")) -> SaveAtPreemption:
         HashStore(),
         60.0,
         SimpleNamespace(
-            add_chore=lambda _: None, is_first=lambda _: False, ending=SimpleNamespace(resumes=True)
+            chores=[],
+            store=SimpleNamespace(is_first=lambda _: False),
+            ending=SimpleNamespace(resumes=True),
         ),
     )
     found = SaveAtPreemption(preemption, str(output_dir))
@@ -408,13 +414,13 @@ def test_row_15_the_script_goes_on_after_the_last_step_and_without_a_signal(aske
 def test_row_15_a_decision_for_a_step_that_all_ranks_have_ended_does_not_count():
     """The watch thread's request may be late, and rank 0 deletes the keys of old steps, so it makes the key anew."""
     preemption = callback(True)._preemption
-    preemption.begin_step(8)
+    preemption.step = 8
     keys: dict[str, bytes] = {}
 
     class Late:
         def compare_set(self, key: str, expected: str, value: str) -> bytes:
             if not keys:
-                preemption.begin_step(11)
+                preemption.step = 11
             return keys.setdefault(key, value.encode())
 
     preemption.publish(Late())

@@ -36,6 +36,7 @@ from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import Topology
+from trl_multinode.run.watch import watch_thread
 from trl_multinode.run.watch.watchdog import Watchdog
 from trl_multinode.weights.probe import probe_tokens
 from trl_multinode.weights.source import ModuleSource
@@ -75,8 +76,6 @@ class OneNode(Updates):
         self.watch = Watchdog(self.topology)
         self.lines: list[str] = []
         self.ends: list[str] = []
-        # otherwise it ends this process
-        self.watch._watch._leave = lambda fatal: self.ends.append(fatal.line)  # type: ignore[method-assign]
         self._rank = self.updates = self
         self._agreement = SimpleNamespace(meet=Meeting(self.topology, HashStore()).wait)
         self._presence = SimpleNamespace(activity=SimpleNamespace(synced=False))
@@ -225,6 +224,10 @@ def node(tmp_path, monkeypatch):
     # of an engine that no client can ask to end
     monkeypatch.setattr(fleet_module, "STOP_TIMEOUT_S", 0.5)
     made = []
+    # otherwise it ends this process
+    monkeypatch.setattr(
+        watch_thread, "leave", lambda watch, fatal: made[-1].ends.append(fatal.line)
+    )
 
     def build(module: str | None = None, slow: float = 0.01, **settings) -> OneNode:
         monkeypatch.setenv(HOOK, module or f"{from_template(FAKE)} slow_tokens={slow}")

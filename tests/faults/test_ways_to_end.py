@@ -84,7 +84,7 @@ class Here:
 
 def clean_up(watch: Watchdog) -> None:
     print("to be closed", flush=True)
-    watch.add_cleanup(lambda: print("closed by the watch", flush=True))
+    watch.cleanups.append(lambda: print("closed by the watch", flush=True))
 
 
 # ---- what the ranks do
@@ -174,7 +174,7 @@ def full_pipe() -> int:
 def wait_with_a_limit_of_the_store(here: Here) -> None:
     watch = here.trainer()
     here.until_now()
-    watch.limit_store(3.0)
+    watch.of_process.store_limit_s = 3.0
     here.wait()
 
 
@@ -259,7 +259,7 @@ def one_closes_early(here: Here) -> None:
 def meet(watch: Watchdog) -> None:
     if watch not in meetings:
         meetings[watch] = Meeting(watch.topology, connect_store(watch.topology, watch.run))
-        watch.judge_missed(meetings[watch].is_missed)
+        watch.missed = meetings[watch].is_missed
     meetings[watch].wait()
 
 
@@ -308,7 +308,7 @@ def one_does_not_import(here: Here) -> None:
     watch = here.imported()
     here.up()
     here.until_now()
-    watch.arrivals.timeout_s = 1.0
+    watch.start_limit_s = 1.0
     here.wait()
 
 
@@ -330,7 +330,7 @@ def one_has_no_trainer(here: Here) -> None:
     until(lambda: watch.arrivals._signs._told, "the sign that this rank has a trainer")
     here.up()
     here.until_now()
-    trainer.limit_start(1.0)
+    trainer.of_process.start_limit_s = 1.0
     here.wait()
 
 
@@ -370,11 +370,11 @@ def between_two_trainers(here: Here) -> None:
     here.imported()
     before = signal.getsignal(SIGTERM)
     first, second = (Watchdog(Topology.from_environment()) for _ in range(2))
-    assert first._watch is second._watch is early.early_watch()
+    assert first.of_process is second.of_process is early.early_watch()
     assert signal.getsignal(SIGTERM) is not before
     for watch in (first, second):
         watch.close()
-    assert signal.getsignal(SIGTERM) is before and not first._watch.stopped.is_set()
+    assert signal.getsignal(SIGTERM) is before and not first.of_process.stopped.is_set()
     here.up()
     here.until_now()
     if here.rank == 2:

@@ -32,7 +32,6 @@ from trl_multinode.wire.messages import (
     Generate,
     OpenSlots,
     Ready,
-    RequestRefused,
     Score,
     UpdateWeights,
     WeightVersion,
@@ -178,7 +177,8 @@ class FakeBackend(Backend):
         unknown = set(request.sampling) - SAMPLING_KEYS
         if unknown:
             raise Refused(
-                RequestRefused, f"the fake engine refuses the sampling settings {sorted(unknown)}"
+                "EngineRefusedError",
+                f"the fake engine refuses the sampling settings {sorted(unknown)}",
             )
         prompt = self._checked(request.prompt)
         growing.rows = rows = [FakeRow(prompt) for _ in range(request.num_completions)]
@@ -199,7 +199,7 @@ class FakeBackend(Backend):
         prompt = unpack_ids(packed).tolist()
         if len(prompt) >= self._context:
             raise Refused(
-                RequestRefused,
+                "EngineRefusedError",
                 f"the prompt has {len(prompt)} tokens, the context is {self._context}",
             )
         return prompt

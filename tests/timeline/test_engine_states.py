@@ -15,7 +15,6 @@ from trl_multinode.engine_process.states import EngineStates
 from trl_multinode.wire.messages import (
     EngineSpec,
     Generate,
-    SyncFailed,
     UpdateWeights,
     WeightVersion,
     pack_ids,
@@ -56,7 +55,7 @@ class Swapping:
 
     async def commit_update(self):
         if not self.commits:
-            raise Refused(SyncFailed, "a worker lost a bucket")
+            raise Refused("WeightSyncError", "a worker lost a bucket")
         return [self.version]
 
     async def take_kv_use(self):

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 from msgspec.structs import replace
 
+from .. import errors
 from ..errors import EngineDiedError, EngineError, EngineStalledError, WeightVersionError
 from ..wire.connection import Connection
 from ..wire.messages import (
@@ -190,9 +191,9 @@ class EngineClient:
         """Return a reply; raise the error if it is a `Failure`."""
         if not isinstance(reply, Failure):
             return reply
-        if reply.error is EngineDiedError:
+        if reply.error == "EngineDiedError":
             raise self._connection.ended(reply.message)
-        raise reply.error(
+        raise getattr(errors, reply.error)(
             f"{self._where}: {self.name}: {reply.message}. Log: {self._connection.log_path}"
         )
 

@@ -101,8 +101,8 @@ class EngineFleet:
         model_folder = self.folder / ("loaded_model" if self._processes else "model")
         save_without_weights(model, processing_class, model_folder)
         if not self._processes:
-            self._watch.add_cleanup(self._kill)
-            self._watch.add_chore(self._follow)
+            self._watch.cleanups.append(self._kill)
+            self._watch.chores.append(self._follow)
         elif found := self._differences(settings, model_folder):
             self._report(
                 f"the loaded model differs from its outline in {', '.join(found[:SHOWN])}, so its engines start again"

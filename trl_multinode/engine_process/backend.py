@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..wire.messages import (
     Completion,
-    Failure,
+    ErrorName,
     Generate,
     OpenSlots,
     Ready,
@@ -95,15 +95,15 @@ class Refused(Exception):
     """Refusal of one request; the backend can still serve others.
 
     Args:
-        failure (`type[Failure]`):
-            Reply to the rank.
+        error (`ErrorName`):
+            Error that the reply raises in the rank.
         message (`str`):
             Cause and cure.
     """
 
-    def __init__(self, failure: type[Failure], message: str):
+    def __init__(self, error: ErrorName, message: str):
         super().__init__(message)
-        self.failure = failure
+        self.error = error
 
 
 class Backend(ABC):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
-from ..wire.messages import EngineTimes, Failure, SyncFailed, WeightVersion
+from ..wire.messages import EngineTimes, ErrorName, WeightVersion
 from .backend import Refused
 
 TAIL = 0.1  # fewer rows than this share of a round's are the tail of its generation
@@ -21,7 +21,8 @@ class WeightGate:
         self.version = WeightVersion()
         self.attempted = 0  # number of the last update that ended, committed or failed
         self.broken: str | None = None  # reason why the weights are mixed, if they are
-        self.failure: type[Failure] = SyncFailed  # reply to the requests that are refused for it
+        # of the requests that are refused for it
+        self.error: ErrorName = "WeightSyncError"
         self._users = Counter[bool]()  # requests that use the weights now, by whether they score
         self._updating = False
         self._changed = asyncio.Condition()
@@ -42,13 +43,14 @@ class WeightGate:
                 raise self.refusal()
             if self.version.update == 0:
                 raise Refused(
-                    SyncFailed, "the engine has dummy weights: no weight update reached it yet"
+                    "WeightSyncError",
+                    "the engine has dummy weights: no weight update reached it yet",
                 )
             self._users[scores] += 1
 
     def refusal(self) -> Refused:
         """Return the error of a request while the weights are mixed."""
-        return Refused(self.failure, str(self.broken))
+        return Refused(self.error, str(self.broken))
 
     async def attempt(self, update: int) -> None:
         """Wait until an update was attempted; the next request reports whether it failed."""
@@ -71,7 +73,7 @@ class WeightGate:
         async with self._changed:
             if first_bucket and (self.broken or self.version.update == 0):
                 raise Refused(
-                    SyncFailed,
+                    "WeightSyncError",
                     "an update without the frozen weights came before a full update, or after a failed one",
                 )
             await self._changed.wait_for(
@@ -85,7 +87,7 @@ class WeightGate:
             )
             self._updating = True
             self.broken = "the last weight update did not finish: the engine holds mixed weights"
-            self.failure = SyncFailed
+            self.error = "WeightSyncError"
 
     async def end(self, attempted: int, version: WeightVersion | None) -> None:
         async with self._changed:

@@ -22,8 +22,8 @@ from ..wire.messages import (
     Digest,
     Digests,
     Done,
-    EngineDied,
     EngineSpec,
+    ErrorName,
     Failure,
     Generate,
     Hello,
@@ -33,11 +33,8 @@ from ..wire.messages import (
     Progress,
     Request,
     Score,
-    SenderLost,
     Shutdown,
-    SyncFailed,
     UpdateWeights,
-    WrongVersion,
 )
 from .backend import Backend, CompletionBuffer, Growing, Refused
 from .gate import BusyClock, WeightGate
@@ -109,7 +106,7 @@ class EngineServer:
             writer.close()
             if self._update is not None and self._update[0] is writer and not self.closing:
                 reason = "the connection of its sender ended"
-                await self._fail_update(self._update[1], reason, SenderLost)
+                await self._fail_update(self._update[1], reason, "PeerFailureError")
 
     async def _requests(self, reader: asyncio.StreamReader) -> AsyncIterator[Request]:
         """Yield the requests of a connection until it ends; bytes that are no request end it, with a line of log."""
@@ -139,17 +136,20 @@ class EngineServer:
     async def _answer(
         self, request: Request, writer: asyncio.StreamWriter, growing: Growing | None = None
     ) -> None:
+        failure = partial(Failure, request_id=request.request_id)
         try:
             reply = await self._serve_one(request, growing or Growing())
         except Refused as refused:
-            reply = refused.failure(request_id=request.request_id, message=str(refused))
+            reply = failure(message=str(refused), error=refused.error)
         # vLLM's own errors must reach the ranks before this process ends
         except Exception as error:
             await self._stop_if_leaving()
-            text = f"{type(error).__name__}: {error}".strip()
-            # vLLM's class
-            failure = EngineDied if type(error).__name__ == "EngineDeadError" else Failure
-            reply = failure(request_id=request.request_id, message=text)
+            name = type(error).__name__
+            reply = failure(
+                message=f"{name}: {error}".strip(),
+                # vLLM's class
+                error="EngineDiedError" if name == "EngineDeadError" else "EngineError",
+            )
         if isinstance(request, UpdateWeights) and isinstance(reply, Failure):
             # a waiting request may be answered before the sender's, so both carry the reason
             await self._fail_update(request, reply.message)
@@ -160,12 +160,12 @@ class EngineServer:
             self._closing.set()
 
     async def _fail_update(
-        self, update: UpdateWeights, reason: str, failure: type[Failure] = SyncFailed
+        self, update: UpdateWeights, reason: str, error: ErrorName = "WeightSyncError"
     ) -> None:
         """End the running update as failed: requests that wait for it are refused, also if its sender is gone."""
         self._update = None
         self._weights.broken = f"the engine holds mixed weights, because an update failed: {reason}"
-        self._weights.failure = failure
+        self._weights.error = error
         await self._abort_completions()
         await self._weights.end(update.version.update, None)
 
@@ -217,7 +217,7 @@ class EngineServer:
         found = await self._backend.check_slot(request.slot, request.num_bytes)
         if set(found) != {request.crc}:
             raise Refused(
-                SyncFailed,
+                "WeightSyncError",
                 f"the workers read checksums {found} from a slot, expected {request.crc}",
             )
 
@@ -234,7 +234,7 @@ class EngineServer:
         # otherwise the sender refuses the version in `Done`
         if update.in_flight and committed[0] != update.version:
             raise Refused(
-                WrongVersion,
+                "WeightVersionError",
                 f"its workers committed the weights of {committed[0]}, expected {update.version}",
             )
         self._kv_use = await self._backend.take_kv_use()

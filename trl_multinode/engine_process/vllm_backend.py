@@ -18,7 +18,6 @@ from ..wire.messages import (
     Generate,
     OpenSlots,
     Ready,
-    RequestRefused,
     Score,
     UpdateWeights,
     WeightVersion,
@@ -143,7 +142,9 @@ class VllmBackend(Backend):
                 **keywords,
             )
         except (TypeError, ValueError, client_error()) as error:
-            raise Refused(RequestRefused, f"vLLM refuses the sampling settings: {error}") from error
+            raise Refused(
+                "EngineRefusedError", f"vLLM refuses the sampling settings: {error}"
+            ) from error
         rows = growing.rows = [CompletionBuffer() for _ in range(request.num_completions)]
         kept = {}  # vLLM's lists, freed after the reply is sent
         prompt = unpack_ids(request.prompt).tolist()
@@ -191,7 +192,7 @@ class VllmBackend(Backend):
             ):
                 yield output
         except (ValueError, client_error()) as error:
-            raise Refused(RequestRefused, f"vLLM refuses the prompt: {error}") from error
+            raise Refused("EngineRefusedError", f"vLLM refuses the prompt: {error}") from error
         finally:
             self._running.pop(number, None)
 

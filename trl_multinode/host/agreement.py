@@ -20,7 +20,7 @@ class Agreement:
         self._rank = rank
         self._has_measured_clock = False
         self.meeting = Meeting(rank.topology, rank.store)
-        rank.watch.judge_missed(self.meeting.is_missed)
+        rank.watch.missed = self.meeting.is_missed
         self.save = StepDecision(rank.topology, rank.store, "save")
         self.preemption = Preemption(
             rank.topology, rank.store, rank.settings.preemption_grace, rank.watch

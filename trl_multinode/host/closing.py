@@ -6,7 +6,6 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from ..engine.settings import gpu_share
 from .presence import Presence
@@ -32,15 +31,12 @@ class Closing:
         self._lock = threading.Lock()
         atexit.register(self.at_exit)
 
-    def follow(self, trainer: Any) -> None:
-        """End the engines when `trainer` is garbage-collected.
+    def on_collected(self) -> None:
+        """Let the watch thread end the engines of a trainer that is garbage-collected.
 
-        In a launch, other ranks of the node may still use the engines, so these end when the next trainer is built.
+        In a launch, other ranks of the node may still use the engines, so these end when the next trainer is built. It
+        takes no lock, because the garbage collector calls it in any thread.
         """
-        self._rank.follow(trainer, self._on_collected)
-
-    def _on_collected(self) -> None:
-        """Let the watch thread end the engines. It takes no lock: the garbage collector calls it in any thread."""
         if not self._rank.topology.launched:
             self._rank.watch.end_with(self._unattended)
 

@@ -45,7 +45,7 @@ class NodeHost:
 
     def follow(self, trainer: Any) -> None:
         """Read the optimizer steps of `trainer`, and end the engines when it is garbage-collected."""
-        self._closing.follow(trainer)
+        self.rank.follow(trainer, self._closing.on_collected)
 
     def start_early(self, outline: Callable[[], tuple[Any, Any]], keywords: dict[str, Any]) -> None:
         """Start this node's engine processes before the model is loaded. Every rank calls it; the others do nothing.

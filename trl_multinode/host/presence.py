@@ -1,7 +1,6 @@
 """What a rank tells the others, and the reader of its log, about what it does."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from ..run.heartbeats.activity import RankActivity
@@ -10,6 +9,7 @@ from ..run.heartbeats.judges import Limits
 from ..run.meeting import Meeting
 from ..run.progress import ProgressLines
 from ..run.warn_once import WarnOnce
+from ..wire.leftovers import size_of
 from .rank import RankContext
 
 
@@ -40,7 +40,7 @@ class Presence:
         self._progress_lines = ProgressLines(rank.phases, rank.step, self.left)
         if rank.topology.rank == 0:
             self._progress_lines.start()
-        self._warn_once = WarnOnce(rank.watch.is_first)
+        self._warn_once = WarnOnce(rank.watch.store.is_first)
         if rank.topology.launched:
             self._warn_once.install()
 
@@ -61,12 +61,3 @@ class Presence:
     def _bytes_written(self) -> str:
         folder = Path(self._rank.args.output_dir) / f"checkpoint-{self._rank.step()}"
         return f"{size_of(folder) / 1e9:.1f} GB written"
-
-
-def size_of(folder: Path) -> int:
-    """Return the bytes of the files in a folder that other processes are writing."""
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # renamed or removed meanwhile
-            total += path.stat().st_size
-    return total

@@ -44,7 +44,7 @@ class RankContext:
         self.phase_file = PhaseFile(self.folder / "phases", self.topology.rank, self.topology.node)
         self.phases = Phases(self.phase_file)
         self.watch = Watchdog(self.topology, lambda: self.phases.current)
-        self.watch.at_close(self.phase_file.flush)
+        self.watch.closings.append(self.phase_file.flush)
         self.watch.explain = partial(as_disk_error, folders=written_folders(args.output_dir))
         self._trainer: Callable[[], Any] = lambda: None
         self._last_step = 0

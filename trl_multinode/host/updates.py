@@ -56,9 +56,8 @@ class Updates:
             rank.topology, rank.watch, rank.store, rank.settings, logs, rank.report, rank.phase_file
         )
         self.engines: NodeEngines | None = None
-        self.ahead_engines: NodeEngines | None = (
-            None  # connections of the thread that generates ahead, if any
-        )
+        # connections of the thread that generates ahead, if any
+        self.ahead_engines: NodeEngines | None = None
         self.clocks = EngineClocks()
         # sends the weights, after a meeting that asked for them
         self.on_lost: Callable[[], None] = lambda: None
@@ -179,9 +178,8 @@ class Updates:
         self._fleet.close(self.engines)
         for engines in filter(None, (self.engines, self.ahead_engines)):
             engines.close()
-        self.engines = self.ahead_engines = (
-            None  # otherwise a second close could close reused file descriptors
-        )
+        # otherwise a second close could close reused file descriptors
+        self.engines = self.ahead_engines = None
         if self._sync is not None:
             self._sync.close()
         self.model = self._sync = None
@@ -205,9 +203,8 @@ class Updates:
         while self.meet():
             self.on_lost()
         if self.engines is not None:
-            self.engines.recover = (
-                None  # the other ranks are in collectives from now on, and come to no meeting
-            )
+            # the other ranks are in collectives from now on, and come to no meeting
+            self.engines.recover = None
 
     def meet(self, lost: Iterable[tuple[int, int]] = ()) -> bool:
         """Wait until all ranks call this or `align`. Then wait for the engines that any rank has lost to be ready.

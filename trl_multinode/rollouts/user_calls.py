@@ -37,7 +37,7 @@ class UserCalls:
     def of(cls, host: Any, *args: Any) -> Self:
         """Return the calls of a rank's trainer, watched by the watch thread of its [`NodeHost`]."""
         calls = cls(host.topology, host.settings.call_timeout, host.watch.report, *args)
-        host.watch.add_chore(calls.check)
+        host.watch.chores.append(calls.check)
         return calls
 
     @contextmanager

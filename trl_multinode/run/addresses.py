@@ -15,7 +15,7 @@ ADDRESS = re.compile(r"\[?\b((?:\d{1,3}\.){3}\d{1,3})\]?(?=[:<]\d)")
 
 def register(store: RunStore, topology: Topology) -> None:
     """Write this node's addresses for the other nodes. Local main processes call it."""
-    if not store.alone and topology.is_local_main and topology.num_nodes > 1:
+    if topology.is_local_main and topology.num_nodes > 1:
         store.lend(
             lambda client: client.set(f"address/{topology.node}", json.dumps(own_addresses()))
         )
@@ -23,7 +23,7 @@ def register(store: RunStore, topology: Topology) -> None:
 
 def with_nodes(text: str, store: RunStore, topology: Topology) -> str:
     """Return a text with the node of each address in it, if only one node has this address."""
-    if store.alone or topology.num_nodes == 1 or not ADDRESS.search(text):
+    if topology.num_nodes == 1 or not ADDRESS.search(text):
         return text
     nodes: dict[str, set[int]] = {}
     for node in range(topology.num_nodes):

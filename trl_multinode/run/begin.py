@@ -1,7 +1,6 @@
 """First acts of a trainer on its node: a folder that can be written, its owner, the ending file."""
 
 import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,13 +31,13 @@ def begin_run(
         `ConfigurationError` or `OSError`: if the folder cannot be written on this node, or belongs to another run.
     """
     topology = watch.topology
-    watch.limit_start(start_timeout_s)
+    watch.of_process.start_limit_s = start_timeout_s
     if topology.is_local_main:
         check_writable(folder, topology.node)
         watch.ending.begin(folder)
     watch.ending.phase, watch.ending.step = watch.phase, step
     if topology.rank == 0:
-        watch.at_close(claim(folder, watch.report).release)
+        watch.closings.append(claim(folder, watch.report).release)
 
 
 def check_writable(folder: Path, node: int) -> None:
@@ -54,7 +53,7 @@ def check_writable(folder: Path, node: int) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
+        reason = error.strerror or error
         text = f"node {node} cannot write to `output_dir` {folder.parent}: {reason}"
         if error.errno in FULL:
             warn(

@@ -16,12 +16,10 @@ from .meeting import Meeting
 from .topology import Topology
 from .values import digest_of, flat, is_secret, listed, shown
 
-MOST_SETS = (
-    4  # that differ and are split further, and so about the number of facts that a message names
-)
+# that differ and are split further, and so about the number of facts that a message names
+MOST_SETS = 4
 NAME_DIGITS = 8  # of a name's digest; they tell the facts of a run apart
 MOST_NAMED = 6  # ranks or nodes
-ALL = "all"
 ABSENT = "nothing"
 
 
@@ -55,7 +53,7 @@ class Facts:
     """
 
     def __init__(self, topology: Topology):
-        self.scopes = (ALL, f"node{topology.node}")
+        self.scopes = ("all/", f"node{topology.node}/")
         self.texts: dict[tuple[str, str], str] = {}  # scope, name -> text
 
     def add(self, name: str, value: Any, by_node: bool = False) -> None:
@@ -65,6 +63,18 @@ class Facts:
     def add_all(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             self.add(name, value)
+
+    def part(self, prefix: str) -> list[tuple[str, str]]:
+        """Return name and text of the facts of which `prefix` begins the scope with the digest of the name."""
+        return sorted(
+            (name, text)
+            for (scope, name), text in self.texts.items()
+            if f"{scope}{digest_of(name)}".startswith(prefix)
+        )
+
+    def digest(self, prefix: str) -> str:
+        """Return the digest of a part; an empty text for one of another node, in which this rank has no fact."""
+        return digest_of(json.dumps(self.part(prefix))) if prefix.startswith(self.scopes) else ""
 
 
 def disagreements(meeting: Meeting, topology: Topology, facts: Facts) -> list[Disagreement]:
@@ -82,68 +92,36 @@ def disagreements(meeting: Meeting, topology: Topology, facts: Facts) -> list[Di
     Returns:
         `list[Disagreement]`: facts that differ, ordered by name; not all of them if they are many.
     """
-    sets = [_Set(scope, "") for scope in facts.scopes]
+    sets = list(facts.scopes)
     while True:
-        mine = {one: one.digest(facts) for one in sets}
-        differing = _differing(
-            meeting.wait(" ".join(f"{one}={digest}" for one, digest in mine.items()))
-        )
+        differing = _differing(meeting.wait(" ".join(f"{one}={facts.digest(one)}" for one in sets)))
         if not differing:
             return []
-        if all(one.is_single for one in differing):
+        # all sets have prefixes of one length
+        if len(differing[0].partition("/")[2]) == NAME_DIGITS:
             return _values(meeting, topology, facts, differing)
-        # a set of another node is split there; this rank has no fact in it
-        sets = [part for one in differing for part in one.parts()]
+        sets = [one + digit for one in differing for digit in "0123456789abcdef"]
 
 
-@dataclass(frozen=True, order=True)
-class _Set:
-    """Facts of a scope whose names have digests that begin with `prefix`."""
-
-    scope: str
-    prefix: str
-
-    def __str__(self) -> str:
-        return f"{self.scope}/{self.prefix}"
-
-    @property
-    def is_single(self) -> bool:
-        return len(self.prefix) == NAME_DIGITS
-
-    def parts(self) -> "list[_Set]":
-        return [_Set(self.scope, self.prefix + digit) for digit in "0123456789abcdef"]
-
-    def facts(self, facts: Facts) -> list[tuple[str, str]]:
-        return sorted(
-            (name, text)
-            for (scope, name), text in facts.texts.items()
-            if scope == self.scope and digest_of(name).startswith(self.prefix)
-        )
-
-    def digest(self, facts: Facts) -> str:
-        return digest_of(json.dumps(self.facts(facts))) if self.scope in facts.scopes else ""
-
-
-def _differing(words: Iterable[str]) -> list[_Set]:
-    digests: dict[_Set, set[str]] = defaultdict(set)
+def _differing(words: Iterable[str]) -> list[str]:
+    digests: dict[str, set[str]] = defaultdict(set)
     for word in words:
-        name, _, digest = word.partition("=")
+        one, _, digest = word.partition("=")
         if digest:  # a rank of another node has none
-            scope, _, prefix = name.partition("/")
-            digests[_Set(scope, prefix)].add(digest)
+            digests[one].add(digest)
     return sorted(one for one, found in digests.items() if len(found) > 1)[:MOST_SETS]
 
 
 def _values(
-    meeting: Meeting, topology: Topology, facts: Facts, sets: Sequence[_Set]
+    meeting: Meeting, topology: Topology, facts: Facts, sets: Sequence[str]
 ) -> list[Disagreement]:
     mine = []
     for one in sets:
-        if one.scope in facts.scopes:
-            name, text = next(iter(one.facts(facts)), ("", ABSENT))
+        if one.startswith(facts.scopes):
+            name, text = next(iter(facts.part(one)), ("", ABSENT))
             # values are told apart, and a secret is neither sent nor shown
             value = f"(hidden, {digest_of(text)[:4]})" if is_secret(name, text) else shown(text)
-            mine.append([str(one), topology.rank, name, value])
+            mine.append([one, topology.rank, name, value])
     words = meeting.wait(
         " ".join(base64.b64encode(json.dumps(value).encode()).decode() for value in mine)
     )

@@ -15,9 +15,8 @@ HIP = "HIP_VISIBLE_DEVICES"
 ROCR = "ROCR_VISIBLE_DEVICES"
 # Variables of a shell, of SLURM and of NVIDIA's container runtime that say which GPUs a process was given
 GIVEN = (
-    *(CUDA, HIP, ROCR),
-    *("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE", "NVIDIA_VISIBLE_DEVICES"),
-)
+    CUDA, HIP, ROCR, "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE", "NVIDIA_VISIBLE_DEVICES",
+)  # fmt: skip
 
 
 def on_amd(environ: Mapping[str, str]) -> bool:

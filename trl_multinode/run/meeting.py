@@ -26,9 +26,8 @@ from .topology import Topology
 LONGEST_WAIT = timedelta(days=1)
 # Between two looks into the node's memory: first; after a wait of a second, which costs 0.3 % of a core
 POLL_S, LONGEST_POLL_S = 0.0002, 0.01
-NUMBERS = (
-    128  # a byte of the memory has the number of a meeting, which is at most one ahead, and a flag
-)
+# a byte of the memory has the number of a meeting, which is at most one ahead, and a flag
+NUMBERS = 128
 
 
 class Meeting:

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import re
 import weakref
 
 from torch.distributed import Store
@@ -79,15 +80,14 @@ def open_shared(place: str, name: str, size: int) -> int:
     Raises:
         `OSError`: if it is no such memory, or the kernel does not let this process open it.
     """
-    pid, _, number = place.partition(" ")
-    if not (pid.isdecimal() and number.isdecimal() and pid.isascii() and number.isascii()):
+    if (found := re.fullmatch("([0-9]+) ([0-9]+)", place)) is None:
         raise OSError(f"the store names no descriptor: {place[:80]!r}")
-    path = f"/proc/{pid}/fd/{number}"
+    path = f"/proc/{found[1]}/fd/{found[2]}"
     if (target := os.readlink(path)) != f"/memfd:{name} (deleted)":
         raise OSError(f"{path} is not the memory of a local main process, but {target[:80]!r}")
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     # a page that is missing would end this process by SIGBUS
-    if (found := os.fstat(handle).st_size) != size:
+    if (num_bytes := os.fstat(handle).st_size) != size:
         os.close(handle)
-        raise OSError(f"{path} has {found} bytes, expected {size}")
+        raise OSError(f"{path} has {num_bytes} bytes, expected {size}")
     return handle

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..errors import ConfigurationError
 from ..wire.locks import machine
@@ -65,7 +65,8 @@ class OutputOwner:
         self._file = folder / "owner.json"
         self._token = secrets.token_hex(8)
         self._count = 0
-        self._lock: IO[bytes] | None = None
+        # not closed before the end: that would release the lock
+        self._lock = open(folder / "owner.lock", "wb")
         self._released = threading.Event()
 
     def claim(self) -> None:
@@ -78,7 +79,7 @@ class OutputOwner:
         try:
             self._wait_for_other_host()
         except BaseException:
-            self._unlock()
+            self._lock.close()
             raise
         self._write()
         threading.Thread(target=self._keep, name="owner", daemon=True).start()
@@ -93,25 +94,17 @@ class OutputOwner:
         if self._is_mine(self._read()):
             with suppress(OSError):
                 self._file.unlink()
-        self._unlock()
+        self._lock.close()
 
     # ---- the lock, on this host -------------------------------------------------------------------------------------
 
     def _try_lock(self) -> bool:
         """Return whether no other process of this host holds the lock, or whether the file system has no locks."""
-        if self._lock is None:
-            # not closed later: that would release the lock
-            self._lock = open(self._folder / "owner.lock", "wb")
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             return error.errno not in (errno.EACCES, errno.EAGAIN)
         return True
-
-    def _unlock(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.close()
 
     # ---- the file, for other hosts ----------------------------------------------------------------------------------
 

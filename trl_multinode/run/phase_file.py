@@ -21,9 +21,8 @@ class PhaseFile(LineFile):
 
     def __init__(self, folder: Path, rank: int, node: int):
         super().__init__(folder / f"rank{rank}.jsonl", self._warn)
-        self.clock_offset: float | None = (
-            None  # seconds ahead of node 0's clock, once it is measured
-        )
+        # seconds ahead of node 0's clock, once it is measured
+        self.clock_offset: float | None = None
         self.attempt = 1 + max(last_attempt(self.path), last_attempt(folder / "rank0.jsonl"))
         self._node = node
         self._rank = rank

@@ -43,10 +43,7 @@ class Phases:
     @property
     def current(self) -> str:
         """Name of the innermost phase, or of the one that raised the current exception. The watch thread reads it."""
-        try:
-            return self._failed or self._stack[-1][0]
-        except IndexError:
-            return "between steps" if self.trains else "set-up"
+        return self._failed or self.open or ("between steps" if self.trains else "set-up")
 
     @property
     def open(self) -> str | None:

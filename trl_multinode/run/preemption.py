@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -30,17 +30,15 @@ LAUNCHER_S = 30.0  # torchrun's default between its SIGTERM and its SIGKILL
 MARGIN_S = 5.0  # between the deadline and the launcher's SIGKILL, for the last line and the end of the engines
 
 
-def launcher_limit(environ: Mapping[str, str] = os.environ) -> float:
+def launcher_limit() -> float:
     """Return the seconds after which torchrun kills the ranks that it has sent SIGTERM or SIGHUP."""
     try:
-        return float(environ[TIMEOUT_VARIABLE])
+        return float(os.environ[TIMEOUT_VARIABLE])
     except (KeyError, ValueError):  # torchrun itself reports a value that is no number
         return LAUNCHER_S
 
 
-def grace_after(
-    stop: signal.Signals, grace_s: float, environ: Mapping[str, str] = os.environ
-) -> float:
+def grace_after(stop: signal.Signals, grace_s: float) -> float:
     """Return the seconds that a rank has after a signal: `preemption_grace`, or less if the launcher leaves less.
 
     A rank cannot see who sent SIGTERM or SIGHUP, so the launcher's limit counts for each. Other signals have no such
@@ -48,21 +46,19 @@ def grace_after(
     """
     if stop not in OF_LAUNCHERS:
         return grace_s
-    limit = launcher_limit(environ)
+    limit = launcher_limit()
     return min(grace_s, max(limit - MARGIN_S, limit / 2))
 
 
-def grace_note(grace_s: float, environ: Mapping[str, str] = os.environ) -> str:
+def grace_note(grace_s: float) -> str:
     """Return a line for the start of a run: how long a step and a checkpoint may take after a signal."""
-    grace = grace_after(signal.SIGTERM, grace_s, environ)
+    grace = grace_after(signal.SIGTERM, grace_s)
     text = (
         f"after a SIGTERM or SIGHUP {grace:.0f} s are left for the end of the step and a checkpoint"
     )
     if grace < grace_s:
-        text += (
-            f": torchrun kills the ranks after {launcher_limit(environ):.0f} s ({TIMEOUT_VARIABLE})"
-        )
-    for other in environment_signals(environ):
+        text += f": torchrun kills the ranks after {launcher_limit():.0f} s ({TIMEOUT_VARIABLE})"
+    for other in environment_signals():
         text += f"; after a {other.name} {grace_s:.0f} s"
     return text
 
@@ -83,7 +79,7 @@ class Preemption:
 
     ```python
     preemption = Preemption(topology, store, settings.preemption_grace, watch)  # receives the watch thread's signals
-    preemption.begin_step(8)
+    preemption.step = 8         # accepts signals
     if preemption.end_step(8):  # every rank gets the same answer
         save()
         preemption.leave(8)     # raises `SystemExit(143)`
@@ -110,11 +106,12 @@ class Preemption:
         # the newest whole one, if there is one
         self.last_checkpoint: Callable[[], object] = lambda: None
         self._topology = topology
-        self._decision = StepDecision(topology, store, "preempt")
+        self.decision = StepDecision(topology, store, "preempt")
         self._grace_s = grace_s
         self._watch = watch
         self.leaves = False  # whether the ranks leave as soon as the checkpoint is saved
-        self._step = 0  # optimizer step under way, counted from 1; 0 outside of training
+        # optimizer step under way, counted from 1; 0 outside of training, where a signal ends the run at once
+        self.step = 0
         self._asked = False
         self._decided = False
         self._deadline = float("inf")
@@ -125,7 +122,7 @@ class Preemption:
                 f"scheduler sends it to every process, start with `trap '' {name}; exec accelerate launch ...`"
             )
         watch.on_stop = self.ask
-        watch.add_chore(self.publish)
+        watch.chores.append(self.publish)
 
     # ---- the watch thread, with a client of its own -----------------------------------------------------------------
 
@@ -134,12 +131,12 @@ class Preemption:
 
         A further signal changes nothing, unless it leaves less time than the first one.
         """
-        if stop not in preempt_signals() or self._step == 0:
+        if stop not in preempt_signals() or self.step == 0:
             return False
         grace = grace_after(stop, self._grace_s)
-        if not self._asked and self._watch.is_first("preempted"):
+        if not self._asked and self._watch.store.is_first("preempted"):
             report(
-                f"{self._topology}: received {stop.name}. A checkpoint follows at the end of step {self._step}, then "
+                f"{self._topology}: received {stop.name}. A checkpoint follows at the end of step {self.step}, then "
                 f"all ranks leave with code {PREEMPTED}; {grace:.0f} s are left for that"
             )
         self._asked = True
@@ -155,9 +152,9 @@ class Preemption:
         """Decide for the first step whose end no rank has reached, if this rank has a signal."""
         if not self._asked or self._decided:
             return
-        for step in (self._step, self._step + 1):  # the others may be one step ahead, and not more
+        for step in (self.step, self.step + 1):  # the others may be one step ahead, and not more
             # rank 0 has deleted the key of an older step, and the request would make it anew
-            if self._decision.ask(step, store) and step >= self._step:
+            if self.decision.ask(step, store) and step >= self.step:
                 self._decided = True
                 return
 
@@ -165,8 +162,8 @@ class Preemption:
         is_saved = self._watch.ending.preempted is not None
         what = (
             "the end of the script"
-            if is_saved or self._step == 0
-            else f"the end of step {self._step}"
+            if is_saved or self.step == 0
+            else f"the end of step {self.step}"
         )
         limit = f"`preemption_grace` ({grace:.0f} s)"
         if grace < self._grace_s:
@@ -186,21 +183,9 @@ class Preemption:
 
     # ---- the main thread --------------------------------------------------------------------------------------------
 
-    def begin_training(self) -> None:
-        """Begin to count steps anew. Every rank calls it equally often."""
-        self._decision.begin_training()
-
-    def begin_step(self, step: int) -> None:
-        """Accept signals from now on. `step` counts from 1."""
-        self._step = step
-
     def end_step(self, step: int) -> bool:
         """Return whether the run is pre-empted at the end of `step`; the same on all ranks. Every rank calls it."""
-        return self._decision.read(step, asks=self._asked)
-
-    def end_training(self) -> None:
-        """Let a signal end the run at once again."""
-        self._step = 0
+        return self.decision.read(step, asks=self._asked)
 
     def leave(self, checkpoint: str) -> NoReturn:
         """End the script with code 143, after the checkpoint is whole. Every rank calls it.

@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, ClassVar, cast
 
-from torch.distributed import DistNetworkError, PrefixStore, Store
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 
 from ..errors import PeerFailureError
 from .limits import file_limit_cure
@@ -21,8 +22,8 @@ KEEP_ALIVE_S = 15  # between two probes of an idle connection
 NO_REPLY = ("set", "multi_set")
 
 
-class ReconnectingStore:
-    """Client of a store, with the methods of torch's `Store`.
+class StoreConnection:
+    """Connection to the run's store. Local main processes report each reset.
 
     A firewall, a failover or a restarted switch resets connections while both hosts go on. A call that fails with its
     connection is repeated on a new one. The store does not reply to a `set`; those without a later reply are repeated
@@ -30,37 +31,25 @@ class ReconnectingStore:
     values are set to the same text, and counters are compared with "at least".
 
     Args:
-        connect (`Callable[[float | None], Store]`):
-            Function that opens a connection within so many seconds, or within the usual limit.
         address (`tuple[str, int]`):
             Host and port of the store.
-        reopened (`Callable[[float], None]`):
-            Function that is called with the seconds that a reset took.
+        topology (`Topology`):
+            Topology of this rank.
+        timeout_s (`float`):
+            Limit of a request, and of the first attempt to connect.
     """
 
-    limit_s: ClassVar[float] = (
-        20.0  # seconds after which the store counts as gone; the same for all threads
-    )
+    # seconds after which the store counts as gone; the same for all threads
+    limit_s: ClassVar[float] = 20.0
 
-    def __init__(
-        self,
-        connect: Callable[[float | None], Store],
-        address: tuple[str, int],
-        reopened: Callable[[float], None],
-    ):
-        self._connect = connect
+    def __init__(self, address: tuple[str, int], topology: Topology, timeout_s: float):
         self._address = address
-        self._reopened = reopened
-        self._client = self._open()
+        self._topology = topology
+        self._timeout_s = timeout_s
+        self._client = self._open(timeout_s)
         self._opening = threading.Lock()
         # calls without a reply since the last one with a reply
         self._unconfirmed: list[Callable[[Store], Any]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a method of the store that survives a reset."""
-        return lambda *args: self.repeat(
-            lambda client: getattr(client, name)(*args), has_reply=name not in NO_REPLY
-        )
 
     def repeat(self, use: Callable[[Store], Any], has_reply: bool) -> Any:
         """Call `use` with the open connection, and again with a new one after a reset."""
@@ -74,8 +63,14 @@ class ReconnectingStore:
             self._unconfirmed = [] if has_reply else [*self._unconfirmed, use]
             return found
 
-    def _open(self, limit_s: float | None = None) -> Store:
-        client = self._connect(limit_s)
+    def _open(self, limit_s: float) -> Store:
+        client = TCPStore(
+            *self._address,
+            is_master=False,
+            timeout=timedelta(seconds=limit_s),
+            wait_for_workers=False,
+        )
+        client.set_timeout(timedelta(seconds=self._timeout_s))
         keep_alive(self._address[1], self.limit_s)
         return client
 
@@ -91,7 +86,11 @@ class ReconnectingStore:
                     for use in self._unconfirmed:
                         use(client)
                     self._client = client
-                    self._reopened(time.monotonic() - start)
+                    if self._topology.is_local_main:
+                        report(
+                            f"{self._topology}: a connection to the run's store was reset; opened again after "
+                            f"{time.monotonic() - start:.1f} s"
+                        )
                 except ConnectionRefusedError:
                     raise error from None  # the launcher that hosted the store has ended
                 except (OSError, DistNetworkError):
@@ -122,46 +121,44 @@ def keep_alive(port: int, limit_s: float) -> None:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000))
 
 
+class ReconnectingStore:
+    """Client of the run's store, with the methods of torch's `Store`, which survive a reset.
+
+    Args:
+        connection ([`StoreConnection`]):
+            Connection, which the clients of one thread share.
+        prefix (`str`):
+            Prefix before all keys.
+    """
+
+    def __init__(self, connection: StoreConnection, prefix: str):
+        self.connection = connection
+        self.prefix = prefix
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.connection.repeat(
+            lambda client: getattr(PrefixStore(self.prefix, client), name)(*args),
+            has_reply=name not in NO_REPLY,
+        )
+
+
 def prefixed(prefix: str, store: Store) -> Store:
     """Return a client with other keys that uses the connection of `store`, in the same thread."""
     if not isinstance(store, ReconnectingStore):
         return PrefixStore(prefix, store)
-    return cast(Store, Prefixed(prefix, store))
-
-
-class Prefixed:
-    """Client with a prefix before all keys, on the connection of a [`ReconnectingStore`]."""
-
-    def __init__(self, prefix: str, parent: ReconnectingStore):
-        self._prefix = prefix
-        self._parent = parent
-
-    def __getattr__(self, name: str) -> Any:
-        def use(client: Store, *args: Any) -> Any:
-            return getattr(PrefixStore(self._prefix, client), name)(*args)
-
-        return lambda *args: self._parent.repeat(
-            lambda client: use(client, *args), has_reply=name not in NO_REPLY
-        )
+    return cast(Store, ReconnectingStore(store.connection, f"{store.prefix}/{prefix}"))
 
 
 def open_store(
-    connect: Callable[[float | None], Store], address: tuple[str, int], topology: Topology
+    address: tuple[str, int], prefix: str, topology: Topology, timeout_s: float
 ) -> Store:
-    """Open a client of the run's store; local main processes report each reset.
+    """Open a client of the run's store, whose keys begin with a prefix. [`StoreConnection`] has the other arguments.
 
     Raises:
         `PeerFailureError`: if it cannot be reached; the message has the cure for a lack of file descriptors.
     """
-
-    def reopened(seconds: float) -> None:
-        if topology.is_local_main:
-            report(
-                f"{topology}: a connection to the run's store was reset; opened again after {seconds:.1f} s"
-            )
-
     try:
-        return cast(Store, ReconnectingStore(connect, address, reopened))
+        return cast(Store, ReconnectingStore(StoreConnection(address, topology, timeout_s), prefix))
     except DistNetworkError as error:
         raise PeerFailureError(
             f"{topology} cannot connect to the run's store at {address[0]}:{address[1]}: "

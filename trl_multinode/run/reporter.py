@@ -43,10 +43,7 @@ def show(text: str, write: Callable[[str], object] | None = None) -> None:
         write (`Callable[[str], object]`, *optional*):
             Function that prints above a progress bar.
     """
-    if write is not None:
-        _print(text, write)
-    else:
-        _print(text, sys.stdout)
+    _print(text, sys.stdout if write is None else write)
 
 
 class Printer:

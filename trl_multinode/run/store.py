@@ -35,30 +35,28 @@ Keys of a trainer, below its number:
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, Store
 
 from .endings.fatal import Fatal, store_gone
 from .reconnecting import open_store, prefixed
 from .reporter import report
 from .topology import Topology
 
-GRACE_S = (
-    6.0  # time for all ranks to read `fatal`; after it a rank exits even if others have not read it
-)
+# time for all ranks to read `fatal`; after it a rank exits even if others have not read it
+GRACE_S = 6.0
 STORE_TIMEOUT_S = 20.0  # a store that does not respond for so long counts as gone
 PROGRESS_EVERY_S = 15.0
 MISSED_EVERY_S = 2.0
+# The ranks of node 0 stay so long: the store ends with them, and the others must read the full count first
+LINGER_S = 1.0
 T = TypeVar("T")
 
 
-def connect_store(
-    topology: Topology, run: int | None, environ: Mapping[str, str] = os.environ
-) -> Store:
+def connect_store(topology: Topology, run: int | None) -> Store:
     """Connect a new client to the run's rendezvous store; a single process has one in its memory.
 
     Every thread needs its own client, because a client that waits for a key blocks all other calls on it.
@@ -71,17 +69,10 @@ def connect_store(
     """
     if topology.world_size == 1:
         return HashStore()
-    address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-    def connect(limit_s: float | None) -> Store:
-        timeout = timedelta(seconds=STORE_TIMEOUT_S)
-        within = timeout if limit_s is None else timedelta(seconds=limit_s)
-        client = TCPStore(*address, is_master=False, timeout=within, wait_for_workers=False)
-        client.set_timeout(timeout)
-        return PrefixStore(f"trl_multinode/{attempt}" + ("" if run is None else f"/{run}"), client)
-
-    return open_store(connect, address, topology)
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"trl_multinode/{attempt}" + ("" if run is None else f"/{run}")
+    return open_store(address, prefix, topology, STORE_TIMEOUT_S)
 
 
 def when_written(store: Store, key: str, waiting: str) -> str:
@@ -96,75 +87,73 @@ def when_written(store: Store, key: str, waiting: str) -> str:
 
 
 class RunStore:
-    """A rank's access to the keys of its process or of a trainer. A single process has none and skips every access.
+    """A rank's access to the keys of its process or of a trainer.
 
     `publish` and `fatal` return `store_gone()` when the store does not respond; that too ends the run.
 
     Args:
-        topology (`Topology`), run (`int`, *optional*):
-            See [`connect_store`].
-        store (`torch.distributed.Store`, *optional*):
-            Client to use. Default: a new one.
+        topology (`Topology`):
+            Topology of this rank.
+        store (`torch.distributed.Store`):
+            Client of these keys, from [`connect_store`].
     """
 
-    def __init__(self, topology: Topology, run: int | None, store: Store | None = None):
+    def __init__(self, topology: Topology, store: Store):
         self._topology = topology
         self._store = store
-        if store is None and topology.world_size > 1:
-            self._store = connect_store(topology, run)
-        self._left: set[str] = set()
-        self.missed: Callable[[Store], bool] = lambda store: False  # that of the trainer's meeting
+        self._is_given_up = False
 
     def of_trainer(self, run: int) -> "RunStore":
         """Return the keys of a trainer, through the client of this object."""
-        return RunStore(
-            self._topology, run, None if self._store is None else prefixed(str(run), self._store)
-        )
+        return RunStore(self._topology, prefixed(str(run), self._store))
 
     def lend(self, use: Callable[[Store], T]) -> T | None:
         """Call `use` with this thread's client, and return what it returns.
 
         Returns:
-            `None` for a single process, and if the store is gone, which `fatal` finds.
+            `None` if the store is gone, which `fatal` finds.
         """
-        if (store := self._store) is not None:
+        if not self._is_given_up:
             with suppress(RuntimeError):
-                return use(store)
+                return use(self._store)
         return None
 
     @property
     def alone(self) -> bool:
-        return self._store is None
+        """Return whether the run is a single process, which waits for no other rank."""
+        return self._topology.world_size == 1
 
     def give_up(self) -> None:
-        """Stop using the store, because it does not respond. Calls that have begun go on with their client."""
-        self._store = None
+        """Stop using the store, because it does not respond. Calls that have begun go on."""
+        self._is_given_up = True
 
     # ---- keys of the process ----------------------------------------------------------------------------------------
 
     def publish(self, fatal: Fatal) -> Fatal:
         """Write the failure unless the store has one already; return the one that every rank prints."""
-        if (store := self._store) is None:
+        if self._is_given_up:
             return fatal
         try:
-            return Fatal.decode(store.compare_set("fatal", "", fatal.encode()).decode())
+            return Fatal.decode(self._store.compare_set("fatal", "", fatal.encode()).decode())
         except RuntimeError:
             return store_gone()
 
     def fatal(self) -> Fatal | None:
         """Return the failure, or `None` if no rank has written one."""
-        if (store := self._store) is None:
+        if self._is_given_up:
             return None
         try:
-            return Fatal.decode(store.get("fatal").decode()) if store.check(["fatal"]) else None
+            if not self._store.check(["fatal"]):
+                return None
+            return Fatal.decode(self._store.get("fatal").decode())
         except RuntimeError:
             return store_gone()
 
     def wait_for_readers(self) -> None:
         """Wait until all ranks have read the line, `GRACE_S` at most, because the store ends with its host."""
-        if (store := self._store) is None:
+        if self.alone or self._is_given_up:
             return
-        deadline = time.monotonic() + GRACE_S
+        deadline, store = time.monotonic() + GRACE_S, self._store
         try:
             store.add("readers", 1)
             while (
@@ -187,8 +176,6 @@ class RunStore:
     def open_trainer(self, number: int) -> str | None:
         """Note that this rank has a trainer; return a rank whose script has ended without one of this number."""
         store = self._store
-        if store is None:
-            return None
         store.delete_key(f"left/{self._topology.rank}")
         store.add(f"opened/{number}", 1)
         gone = next((key for n in range(number + 1) if store.check([key := f"gone/{n}"])), None)
@@ -214,7 +201,7 @@ class RunStore:
 
         return bool(self.lend(leave))
 
-    def have_left(self, ranks: "range | list[int]") -> bool:
+    def have_left(self, ranks: Iterable[int]) -> bool:
         """Return whether all these ranks have ended well, or have closed their trainers."""
         return bool(self.lend(lambda store: store.check([f"left/{rank}" for rank in ranks])))
 
@@ -227,56 +214,44 @@ class RunStore:
 
     def all_finished(self) -> bool:
         """Return `True` if every rank has finished; another rank of the node may then have exited normally."""
-        return self._all_have("done")
+        return self.all_have("done")
 
-    def is_missed(self) -> bool:
-        """Return whether another rank waits for this one at a [`Meeting`](meeting.py) to which it has not come."""
-        return bool(self.lend(self.missed))
+    def count(self, counter: str) -> None:
+        """Add 1 to a counter of ranks."""
+        self.lend(lambda store: store.add(counter, 1))
 
-    def all_leave(self, key: str) -> bool:
-        """Return whether all ranks have called this with `key`; each call of a rank with a new key counts it once."""
-        if key not in self._left:
-            self._left.add(key)
-            self.lend(lambda store: store.add(f"leaves/{key}", 1))
-        return self._all_have(f"leaves/{key}")
-
-    def _all_have(self, counter: str) -> bool:
+    def all_have(self, counter: str) -> bool:
         """Return whether every rank has added 1 to a counter."""
-        count = self.lend(lambda store: store.add(counter, 0))
-        return count is not None and count >= self._topology.world_size
+        count = self.lend(lambda store: store.add(counter, 0)) or 0
+        return count >= self._topology.world_size
 
-    def wait_for_all(
-        self, linger_s: float, stopped: threading.Event, missed: Callable[[], None]
-    ) -> None:
+    def wait_for_all(self, stopped: threading.Event, look: Callable[[], None]) -> None:
         """Wait until every rank of the run has finished. If a rank fails, the watch thread ends the wait.
 
         Args:
-            linger_s (`float`):
-                Seconds that the ranks of node 0 stay afterwards: the store ends with them, and the others must read
-                the full count first.
             stopped (`threading.Event`):
                 Event that is set if this rank may end although the store is gone.
-            missed (`Callable[[], None]`):
-                Function that is called if another rank still needs this one, and would wait for it for ever.
+            look (`Callable[[], None]`):
+                Function that is called now and then, and ends the run if another rank still needs this one.
         """
-        if (store := self._store) is None:
+        if self.alone:
             return
         reported = looked = time.monotonic()
+        store = self._store
         try:
             store.add("done", 1)
             while (done := store.add("done", 0)) < self._topology.world_size:
                 time.sleep(0.2)
                 if time.monotonic() - looked > MISSED_EVERY_S:
                     looked = time.monotonic()
-                    if self.is_missed():
-                        missed()
+                    look()
                 if time.monotonic() - reported > PROGRESS_EVERY_S:
                     reported = time.monotonic()
                     report(
                         f"{self._topology}: {done} of {self._topology.world_size} ranks have finished"
                     )
             if self._topology.node == 0:
-                time.sleep(linger_s)
+                time.sleep(LINGER_S)
         except RuntimeError:
             # the store ended too early; else the watch thread ends this process
             stopped.wait(STORE_TIMEOUT_S)

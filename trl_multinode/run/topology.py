@@ -22,16 +22,8 @@ class Topology:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Topology":
-        number = {
-            name: int(environ.get(name, default))
-            for name, default in [
-                ("RANK", 0),
-                ("WORLD_SIZE", 1),
-                ("LOCAL_RANK", 0),
-                ("LOCAL_WORLD_SIZE", 1),
-            ]
-        }
-        world, per_node = number["WORLD_SIZE"], number["LOCAL_WORLD_SIZE"]
+        rank, local_rank = int(environ.get("RANK", 0)), int(environ.get("LOCAL_RANK", 0))
+        world, per_node = int(environ.get("WORLD_SIZE", 1)), int(environ.get("LOCAL_WORLD_SIZE", 1))
         if world > 1 and "LOCAL_WORLD_SIZE" not in environ:
             raise ConfigurationError(
                 f"The launcher of these {world} ranks does not set LOCAL_WORLD_SIZE, the ranks of a node.",
@@ -40,11 +32,11 @@ class Topology:
                 "accelerate config, or start with torchrun.",
             )
         return cls(
-            rank=number["RANK"],
+            rank=rank,
             world_size=world,
-            local_rank=number["LOCAL_RANK"],
+            local_rank=local_rank,
             ranks_per_node=per_node,
-            node=int(environ.get("GROUP_RANK", number["RANK"] // per_node)),
+            node=int(environ.get("GROUP_RANK", rank // per_node)),
             num_nodes=int(environ.get("GROUP_WORLD_SIZE", max(1, world // per_node))),
             launched="TORCHELASTIC_RUN_ID" in environ,
         )

@@ -29,7 +29,7 @@ class WarnOnce(Hooks):
     """Filter for the warnings of this process.
 
     ```python
-    once = WarnOnce(watch.is_first)
+    once = WarnOnce(watch.store.is_first)
     once.install()
     once.restore()  # at the end, in the order of a stack if a process has several
     ```

@@ -81,10 +81,10 @@ class SaveAtPreemption(TrainerCallback):
         preemption.last_checkpoint = lambda: newest_whole(self._output_dir)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._preemption.begin_training()
+        self._preemption.decision.begin_training()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._preemption.begin_step(state.global_step + 1)
+        self._preemption.step = state.global_step + 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self._preemption.end_step(state.global_step):
@@ -101,4 +101,4 @@ class SaveAtPreemption(TrainerCallback):
             self._preemption.leave(str(self._output_dir / f"{PREFIX}{state.global_step}"))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._preemption.end_training()
+        self._preemption.step = 0

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .locks import held_here, machine, try_to_lock
+from .supervisor import recorded_segments, unlink_shared_memory
 
 PREFIX = "trl_multinode_n"  # of a run's folder; the number of its node follows
 # of the folder in which `launch` waits for the ending of a run
 CHECK_PREFIX = "trl_multinode_check_"
 OWNER_LOCK = "owner.lock"
-SHARED_MEMORY = Path("/dev/shm")
-SEGMENTS = ("psm_", "vllm_")  # names of vLLM's shared memory; ours has none
+RECORDS = "*.shm"  # of the shared memory of a folder's engines
 YOUNG_S = 60.0  # a folder without a lock may be so young that its owner is about to lock it
 
 
@@ -50,8 +50,9 @@ def leftovers(remove: bool) -> Iterator[Leftover]:
         with ExitStack() as locks:
             try:
                 reason = reason_to_keep(folder, locks)
-                segments = () if reason else tuple(segments_of(folder))
-                found = Leftover(folder, segments, size_of(folder, segments), reason)
+                segments = () if reason else tuple(recorded_segments(*folder.glob(RECORDS)))
+                num_bytes = size_of(folder) + sum(path.stat().st_size for path in segments)
+                found = Leftover(folder, segments, num_bytes, reason)
                 if remove and reason is None:
                     remove_folder(folder)
             except FileNotFoundError:  # its owner or another start removes it now
@@ -88,33 +89,19 @@ def _lock_all(folder: Path, locks: ExitStack) -> str | None:
     return None
 
 
-def segments_of(folder: Path) -> Iterator[Path]:
-    """Yield the shared memory of this user that the records in a run folder list, as far as it is still there."""
-    for record in folder.glob("*.shm"):
-        lines: list[str] = []
-        # other engines of a killed owner remove the folder at the same time
-        with suppress(FileNotFoundError):
-            lines = record.read_text().splitlines()
-        for line in lines:
-            path = SHARED_MEMORY / Path(line).name
-            is_ours = False
-            with suppress(FileNotFoundError):
-                is_ours = path.lstat().st_uid == os.geteuid()
-            if is_ours and (path.name.startswith(SEGMENTS) or "-cpushm_" in path.name):
-                yield path
-
-
 def remove_folder(folder: Path) -> None:
     """Remove a run folder with the shared memory that it lists."""
-    for segment in segments_of(folder):
-        segment.unlink(missing_ok=True)
+    unlink_shared_memory(*folder.glob(RECORDS))
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def size_of(folder: Path, segments: tuple[Path, ...]) -> int:
-    """Return the bytes of a folder's files and of its shared memory."""
-    files = [path for path in folder.rglob("*") if path.is_file()] + list(segments)
-    return sum(path.stat().st_size for path in files)
+def size_of(folder: Path) -> int:
+    """Return the bytes of a folder's files, which other processes may be writing."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # renamed or removed meanwhile
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def remove_leftovers(report: Callable[[str], None]) -> None:

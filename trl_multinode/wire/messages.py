@@ -7,26 +7,26 @@ as JSON 5.7 microseconds and 97 bytes. Nothing is pickled. End of file means tha
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Literal
 
 import msgspec
 import numpy as np
 
-from ..errors import (
-    EngineDiedError,
-    EngineError,
-    EngineRefusedError,
-    MultiNodeError,
-    PeerFailureError,
-    WeightSyncError,
-    WeightVersionError,
-)
-
-NUM_SLOTS = (
-    2  # the engines take bucket k-1 from one slot while the sender writes bucket k into the other
-)
+# the engines take bucket k-1 from one slot while the sender writes bucket k into the other
+NUM_SLOTS = 2
 LEVEL = "VLLM_LOGGING_LEVEL"  # environment variable of an engine, for the time of its start
 LATER_LEVEL = "TRL_MULTINODE_VLLM_LOGGING_LEVEL"  # level of vLLM's log once the engine has started
+# Errors that a failure raises in the rank, by the names of their classes
+ErrorName = Literal[
+    "EngineError",  # none of the others
+    "EngineDiedError",  # a process of the engine ended
+    "EngineRefusedError",  # the engine cannot serve the request
+    "WeightSyncError",  # the engine's weights are mixed, dummy or of another version
+    "WeightVersionError",  # the workers committed another version than the one sent
+    # The weights are mixed, because the rank that sent an update ended before the commit. The rank that gets it
+    # reports it later than a cause, which is the end of the sender's process.
+    "PeerFailureError",
+]
 # suffixes that only the names of LoRA tensors have
 ADAPTER_TENSORS = (
     ".lora_A.weight",
@@ -226,9 +226,8 @@ class UpdateWeights(Message, frozen=True):
     first_bucket: int = 0
     # freeze running completions, which the new weights continue; otherwise the update waits until none is running
     in_flight: bool = False
-    recompute_kv: bool = (
-        False  # compute the keys and values of frozen completions again, with the new weights
-    )
+    # compute the keys and values of frozen completions again, with the new weights
+    recompute_kv: bool = False
 
 
 class CheckSlot(Message, frozen=True):
@@ -256,14 +255,12 @@ class Ready(Message, frozen=True):
     pid: int
     max_model_len: int  # tokens, prompt and completion together
     vllm_version: str
-    model_runner: str = (
-        ""  # vLLM's "v1" or "v2", which compute samples and prompt log-probs by different code
-    )
+    # vLLM's "v1" or "v2", which compute samples and prompt log-probs by different code
+    model_runner: str = ""
     serves_lora: bool = False  # the engine accepts adapters separately from the weights
     slots: int = 1  # completions that the engine can generate at once
-    truncated_logprobs: str = (
-        ""  # reason why log-probs of truncated samples are not over the whole vocabulary
-    )
+    # reason why log-probs of truncated samples are not over the whole vocabulary
+    truncated_logprobs: str = ""
     start: int = 0  # number of restarts before this process
 
 
@@ -293,9 +290,8 @@ class EngineTimes(msgspec.Struct, frozen=True):
 
     clock_s: float = 0.0  # all seconds
     busy_s: float = 0.0  # seconds with at least one `Generate` or `Score` running and not frozen
-    slot_s: float = (
-        0.0  # seconds that each completion ran, not frozen, divided by the engine's slots
-    )
+    # seconds that each completion ran, not frozen, divided by the engine's slots
+    slot_s: float = 0.0
     tail_s: float = 0.0  # part of `busy_s` with fewer than 10 % of the completions that ran at once since it was idle
     frozen_s: float = 0.0  # seconds in which weight updates froze running completions
     load_s: float = 0.0  # seconds that the slowest worker took for the buckets of weight updates
@@ -307,9 +303,8 @@ class Done(Message, frozen=True):
 
     version: WeightVersion
     times: EngineTimes = EngineTimes()
-    kv_use: float = (
-        0.0  # greatest share of the key-value cache in use between the last two weight updates
-    )
+    # greatest share of the key-value cache in use between the last two weight updates
+    kv_use: float = 0.0
 
 
 class Digests(Message, frozen=True):
@@ -319,46 +314,10 @@ class Digests(Message, frozen=True):
 
 
 class Failure(Message, frozen=True):
-    """Failure of a request. The engine may still run; only its process shows whether it does.
+    """Failure of a request. The engine may still run; only its process shows whether it does."""
 
-    There is one struct per error class; msgspec's tag carries it over the wire.
-    """
-
-    error: ClassVar[type[MultiNodeError]] = EngineError  # raised in the rank
     message: str
-
-
-class EngineDied(Failure, frozen=True):
-    """Failure because a process of the engine ended."""
-
-    error = EngineDiedError
-
-
-class RequestRefused(Failure, frozen=True):
-    """Refusal of a request that the engine cannot serve."""
-
-    error = EngineRefusedError
-
-
-class SyncFailed(Failure, frozen=True):
-    """Failure because the engine's weights are mixed, dummy or of another version."""
-
-    error = WeightSyncError
-
-
-class SenderLost(Failure, frozen=True):
-    """Failure because the weights are mixed: the rank that sent an update ended before the commit.
-
-    The rank that gets it reports it later than a cause, which is the end of the sender's process.
-    """
-
-    error = PeerFailureError
-
-
-class WrongVersion(Failure, frozen=True):
-    """Refusal of a weight update whose workers committed another version than the one sent."""
-
-    error = WeightVersionError
+    error: ErrorName = "EngineError"
 
 
 Request = (
@@ -373,19 +332,7 @@ Request = (
     | Digest
     | Shutdown
 )
-Reply = (
-    Ready
-    | Progress
-    | Completions
-    | Done
-    | Digests
-    | Failure
-    | EngineDied
-    | RequestRefused
-    | SyncFailed
-    | SenderLost
-    | WrongVersion
-)
+Reply = Ready | Progress | Completions | Done | Digests | Failure
 
 
 def pack_ids(ids: Sequence[int] | np.ndarray) -> bytes:

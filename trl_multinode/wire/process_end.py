@@ -36,10 +36,15 @@ def end_with_parent(parent: int, number: int) -> None:
     Raises:
         `OSError`: if the kernel refuses.
     """
-    if LIBC.prctl(PR_SET_PDEATHSIG, number) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def prctl(option: int, value: int) -> None:
+    """Set a property of this process; raise `OSError` if the kernel refuses."""
+    if LIBC.prctl(option, value) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def open_end(pid: int) -> int:

@@ -7,7 +7,7 @@ end with their owner in any case, because each holds a pidfd on its parent or ha
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,21 +22,21 @@ END_ENGINE = signal.SIGRTMIN  # from the owner to its engine, in the place of SI
 _replaced: dict[int, Any] = {}  # handlers of vLLM, while they are replaced
 
 
-def preempt_signals(environ: Mapping[str, str] = os.environ) -> tuple[signal.Signals, ...]:
+def preempt_signals() -> tuple[signal.Signals, ...]:
     """Return the signals that pre-empt a run: SIGTERM, SIGHUP, and the one of the environment if it is valid."""
-    return *OF_LAUNCHERS, *environment_signals(environ)
+    return *OF_LAUNCHERS, *environment_signals()
 
 
-def environment_signals(environ: Mapping[str, str] = os.environ) -> list[signal.Signals]:
+def environment_signals() -> list[signal.Signals]:
     """Return the signal that the environment names, in a list; an empty one without a valid name."""
-    name = environ.get(PREEMPT_VARIABLE, "").upper()
+    name = os.environ.get(PREEMPT_VARIABLE, "").upper()
     return [number for number in ALLOWED if name in (number.name, number.name.removeprefix("SIG"))]
 
 
-def check_preempt_signal(environ: Mapping[str, str] = os.environ) -> None:
+def check_preempt_signal() -> None:
     """Raise `ConfigurationError` if the environment names a signal that cannot pre-empt a run."""
-    name = environ.get(PREEMPT_VARIABLE)
-    if name and not environment_signals(environ):
+    name = os.environ.get(PREEMPT_VARIABLE)
+    if name and not environment_signals():
         raise ConfigurationError(
             f"{PREEMPT_VARIABLE} must be USR1 or USR2, got {name!r}.",
             setting=PREEMPT_VARIABLE,

@@ -7,8 +7,8 @@ forked grandchild held the write end. Where there are no pidfds, `process_end.py
 """
 
 import contextlib
-import ctypes
 import os
+import re
 import select
 import signal
 import threading
@@ -19,19 +19,20 @@ from pathlib import Path
 
 import psutil
 
-from .process_end import open_end
+from .process_end import open_end, prctl, start_time
 
 PR_SET_CHILD_SUBREAPER = 36
 PARENT_S = 0.02  # between the end of a child, which its killed parent caused, and the news of the parent's own end
 RECORD_S = 2.0
-# vLLM's message queues, and what the workers of one engine share on a CPU, by the names of different versions
-LEFT_BEHIND = ("/dev/shm/psm_", "/dev/shm/vllm_", "-cpushm_")
+SHARED_MEMORY = Path("/dev/shm")
+# vLLM's message queues, and what the workers of one engine share on a CPU, by the names of different versions; ours
+# has no name
+LEFT_BEHIND = re.compile(f"{SHARED_MEMORY}/(psm_|vllm_|.*-cpushm_)")
 
 
 def become_subreaper() -> None:
     """Make orphaned descendants children of this process."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(pid: int | None = None) -> list[psutil.Process]:
@@ -40,15 +41,7 @@ def descendants(pid: int | None = None) -> list[psutil.Process]:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-    return [child for child in children if is_alive(child)]
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process runs and is not a zombie."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return [child for child in children if is_running(child.pid)]
 
 
 def title_of(process: psutil.Process) -> str:
@@ -84,10 +77,7 @@ def first_ended(pid: int, pids: Iterable[int]) -> int:
 
 def is_running(pid: int) -> bool:
     """Return whether `pid` is a process, and no zombie."""
-    try:
-        return is_alive(psutil.Process(pid))
-    except psutil.NoSuchProcess:
-        return False
+    return start_time(pid, running=True) is not None
 
 
 def kill_descendants(deadline_s: float = 10.0) -> list[int]:
@@ -136,9 +126,7 @@ def record_shared_memory(record: Path) -> None:
         except OSError:
             continue
         segments |= {
-            line.split(maxsplit=5)[-1]
-            for line in maps.splitlines()
-            if any(name in line for name in LEFT_BEHIND)
+            line.split(maxsplit=5)[-1] for line in maps.splitlines() if LEFT_BEHIND.search(line)
         }
     new = record.with_suffix(".new")  # a reader must not see half of it
     new.write_text(
@@ -166,14 +154,24 @@ def record_while_starting(record: Path) -> Iterator[None]:
         thread.join()
 
 
-def unlink_shared_memory(record: Path) -> None:
-    """Remove the segments that `record_shared_memory` recorded. Call it when the processes have ended."""
-    segments: list[str] = []
-    # not recorded, or removed by another engine of a killed owner
-    with contextlib.suppress(FileNotFoundError):
-        segments = record.read_text().splitlines()
-    for segment in segments:
-        Path(segment).unlink(missing_ok=True)
+def recorded_segments(*records: Path) -> Iterator[Path]:
+    """Yield the segments of this user that `record_shared_memory` recorded, as far as they are still there."""
+    for record in records:
+        lines: list[str] = []
+        # not recorded, or removed by another engine of a killed owner
+        with contextlib.suppress(FileNotFoundError):
+            lines = record.read_text().splitlines()
+        for line in lines:
+            path = SHARED_MEMORY / Path(line).name
+            with contextlib.suppress(FileNotFoundError):
+                if LEFT_BEHIND.match(str(path)) and path.lstat().st_uid == os.geteuid():
+                    yield path
+
+
+def unlink_shared_memory(*records: Path) -> None:
+    """Remove the recorded segments. Call it when the processes have ended."""
+    for segment in recorded_segments(*records):
+        segment.unlink(missing_ok=True)
 
 
 def exit_cause(pid: int) -> str:

@@ -51,7 +51,7 @@ class Ending:
             self.write(self.preempted)
             return
         end = {"code": 0, "cause": "", "phase": "end", "continues": False}
-        or_default(lambda: self._write({**self._place(), **end}), None)
+        self._write({**self._place(), **end})
 
     def write(self, fatal: Fatal) -> None:
         """Write the file of a run that failed."""
@@ -60,7 +60,7 @@ class Ending:
             None if self.resumes is None else self.resumes and place["checkpoint"] is not None
         )
         end = {"code": fatal.code, "cause": fatal.line, "continues": continues}
-        or_default(lambda: self._write({**place, **end}), None)
+        self._write({**place, **end})
 
     def _place(self) -> dict[str, Any]:
         checkpoint = or_default(self.checkpoint, None)
@@ -82,7 +82,7 @@ class Ending:
         if also := os.environ.get(ALSO_TO):
             paths.append(Path(also))
         for path in paths:
-            with suppress(OSError):
+            with suppress(Exception):
                 write_whole(path, json.dumps(content) + "\n")
 
 

@@ -4,8 +4,6 @@
 into `_multinode/ending-node<k>.json`.
 """
 
-import errno
-
 from ...errors import (
     ConfigurationError,
     DiskError,
@@ -16,6 +14,7 @@ from ...errors import (
     PeerFailureError,
     RolloutError,
 )
+from ..disk import OF_A_DISK
 from .error_text import text_of_error
 from .user_code import is_users
 
@@ -37,7 +36,6 @@ _OF_ERRORS: tuple[tuple[type[BaseException], int], ...] = (
     (RolloutError, USER_CODE),
     (MultiNodeError, OTHER),
 )
-_OF_A_DISK = {errno.ENOSPC, errno.EROFS, errno.EDQUOT}
 
 
 def code_of(error: BaseException, has_trainer: bool = True) -> int:
@@ -56,7 +54,7 @@ def code_of(error: BaseException, has_trainer: bool = True) -> int:
         return OTHER
     if isinstance(error, SystemExit) or (has_trainer and is_users(error)):
         return USER_CODE
-    if isinstance(error, OSError) and error.errno in _OF_A_DISK:
+    if isinstance(error, OSError) and error.errno in OF_A_DISK:
         return DISK
     if is_symptom(error):
         return PEER_LOST

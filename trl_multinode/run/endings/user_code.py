@@ -2,13 +2,13 @@
 
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterator
 
 FRAMEWORKS = {"trl_multinode", "trl", "transformers", "accelerate"}
 REWARDS = "_calculate_rewards"  # TRL's method that calls the reward functions
-GUARD = (
-    "trl_multinode.run.watch.watchdog"  # its frame stands above those of the code that it guards
-)
+# its frame stands above those of the code that it guards
+GUARD = "trl_multinode.run.watch.watchdog"
 _paths = sysconfig.get_paths()
 INSTALLED = tuple({_paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -36,11 +36,9 @@ def is_users(error: BaseException) -> bool:
 
 def frames(error: BaseException) -> Iterator[tuple[str, str, str]]:
     """Yield the module, file and function of the frames of an error's traceback, the outermost one first."""
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        yield trace.tb_frame.f_globals.get("__name__", ""), code.co_filename, code.co_name
-        trace = trace.tb_next
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        yield frame.f_globals.get("__name__", ""), code.co_filename, code.co_name
 
 
 def is_own(path: str, package: str) -> bool:

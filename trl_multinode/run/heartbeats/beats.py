@@ -13,13 +13,13 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torch.distributed import Store
 
 from ..endings.exit_codes import PEER_LOST
-from ..reconnecting import ReconnectingStore
+from ..reconnecting import StoreConnection
 from ..reporter import report
 from ..topology import Topology
 from ..watch.watchdog import Watchdog
@@ -104,11 +104,11 @@ class Beats:
             RunJudge(topology, limits) if topology.node in (0, topology.num_nodes - 1) else None
         )
         if limits.heartbeat_s > 0:
-            ReconnectingStore.limit_s = limits.heartbeat_s
-            watch.limit_store(limits.heartbeat_s)
-        watch.add_cleanup(self._kill_silent)
-        watch.add_tick(self._write_slot)
-        watch.add_chore(self._beat)
+            StoreConnection.limit_s = limits.heartbeat_s
+            watch.of_process.store_limit_s = limits.heartbeat_s
+        watch.cleanups.append(self._kill_silent)
+        watch.ticks.append(self._write_slot)
+        watch.chores.append(self._beat)
 
     def _beat(self, store: Store) -> None:
         """Write the node's beat if this rank is on duty, and judge. The watch thread calls it often."""
@@ -196,20 +196,15 @@ class Beats:
             idle_s = silent_s
         else:
             idle_s = min(silent_s, now - self._worked_at(rank, slot["pid"], at, now))
+        unchanged = {one.name: slot[one.name] for one in fields(RankState) if one.name in slot}
         return RankState(
+            **unchanged,
             rank=rank,
-            phase=slot["phase"],
             phase_s=round(now - slot["since"], 1),
-            step=slot["step"],
-            left=slot["left"],
             silent_s=round(silent_s, 1),
             idle_s=round(idle_s, 1),
             same_s=round(now - max(slot["changed"], self._forgiven), 1),
-            synced=slot["synced"],
-            may_take_long=slot["may_take_long"],
-            meeting=slot["meeting"],
             waits_s=0.0 if slot["waits_since"] is None else round(now - slot["waits_since"], 1),
-            frames=slot["frames"],
         )
 
     def _worked_at(self, rank: int, pid: int, last_beat: float, now: float) -> float:
@@ -235,4 +230,4 @@ class Beats:
             if rank != self._topology.rank and silent_s > self._limits.heartbeat_s:
                 with suppress(ProcessLookupError):
                     os.kill(slots[rank]["pid"], signal.SIGKILL)
-                self._watch.count_as_reader(rank)
+                self._watch.of_process.store.count_as_reader(rank)

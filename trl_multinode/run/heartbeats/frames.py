@@ -1,10 +1,13 @@
 """State of a rank that other ranks can see: innermost frames of its main thread, its CPU time in /proc."""
 
-import os
 import sys
 import threading
+import traceback
+from itertools import islice
 from pathlib import Path
 from types import FrameType
+
+import psutil
 
 from ...wire.process_end import stat_fields
 
@@ -12,18 +15,15 @@ NUM_FRAMES = 3
 DISK_WAIT = "D"  # state of a thread that waits for a disk
 
 
-def innermost_frames(count: int = NUM_FRAMES) -> str:
+def innermost_frames() -> str:
     """Return the innermost frames of this process's main thread in one line, innermost first.
 
     The frames come from the interpreter, so the caller needs the interpreter lock: a rank whose main thread holds it
     for long keeps the frames that it wrote before.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    found: list[str] = []
-    while frame is not None and len(found) < count:
-        found.append(_named(frame))
-        frame = frame.f_back
-    return " < ".join(found)
+    innermost = sys._current_frames()[threading.main_thread().ident or 0]
+    frames = islice(traceback.walk_stack(innermost), NUM_FRAMES)
+    return " < ".join(_named(frame) for frame, _ in frames)
 
 
 def _named(frame: FrameType) -> str:
@@ -48,7 +48,6 @@ def work_of(pid: int) -> tuple[int, str] | None:
 def bytes_written() -> int:
     """Return the bytes that this process has written; 0 if the kernel does not count them."""
     try:
-        lines = Path(f"/proc/{os.getpid()}/io").read_text().splitlines()
-    except OSError:
+        return psutil.Process().io_counters().write_chars
+    except Exception:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("wchar:")), 0)

@@ -16,9 +16,8 @@ from ..topology import Topology
 from .rank_state import RankState
 
 NAME_EVERY_S = 30.0
-LATE_EVERY_S = (
-    15.0  # the wait in a meeting after which the late ranks are named, and between two such lines
-)
+# the wait in a meeting after which the late ranks are named, and between two such lines
+LATE_EVERY_S = 15.0
 READ_STATES_EVERY_S = 5.0  # a judge reads only the nodes' counts in between
 JUDGE_LATE_S = 5.0  # a judge that comes so late was suspended, or its store was
 NAMED_RANKS = 3  # a line names no more ranks

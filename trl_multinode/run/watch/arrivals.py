@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 900.0  # `engine_start_timeout`'s default, until a trainer has its settings
 MISSING_EVERY_S = 30.0
 LOOK_EVERY_S = 5.0
-ALIVE_EVERY_S = (
-    10.0  # between two signs of life of a rank without a trainer, which sends no heartbeats yet
-)
+# between two signs of life of a rank without a trainer, which sends no heartbeats yet
+ALIVE_EVERY_S = 10.0
 HAS_TRAINER = b"has a trainer"
 ENDED_S = 10.0  # after which a launcher without a connection to the store has ended, and does not connect anew
 NAMED_RANKS = 8
@@ -40,7 +39,6 @@ class Arrivals:
     def __init__(self, topology: Topology, watch_rank: Callable[[int, int], None]):
         self._topology = topology
         self._watch_rank = watch_rank
-        self.timeout_s = START_TIMEOUT_S
         # not seen yet
         self._neighbours = {rank for rank in topology.local_ranks if rank != topology.rank}
         self._since = time.monotonic()
@@ -50,14 +48,14 @@ class Arrivals:
         self._launcher_missing_since: float | None = None
         self._signs = Signs(topology)
 
-    def look(self, store: "RunStore", has_trainer: bool) -> str:
+    def look(self, store: "RunStore", has_trainer: bool, limit_s: float) -> str:
         """Register this rank, then look for the others; return the reason if the run must end without them."""
-        return store.lend(lambda client: self._look(client, has_trainer)) or ""
+        return store.lend(lambda client: self._look(client, has_trainer, limit_s)) or ""
 
-    def _look(self, store: "Store", has_trainer: bool) -> str:
+    def _look(self, store: "Store", has_trainer: bool, limit_s: float) -> str:
         self._signs.write(store, has_trainer)
         if self._complete:
-            return self._signs.judge(store, self.timeout_s) if has_trainer else ""
+            return self._signs.judge(store, limit_s) if has_trainer else ""
         self._register(store)
         now = time.monotonic()
         if now < self._next_look:
@@ -70,7 +68,7 @@ class Arrivals:
         has_others = self._topology.node == 0 and self._topology.num_nodes > 1
         if has_others and self._reports(store) and (ended := self._launcher_ended(store, now)):
             return ended
-        return self._name_missing(store, now)
+        return self._name_missing(store, now, limit_s)
 
     def _register(self, store: "Store") -> None:
         """Tell the other ranks that this one is here, and watch those of this node that are."""
@@ -122,13 +120,13 @@ class Arrivals:
         names = [f"rank {rank} (node {self._topology.node_of(rank)})" for rank in ranks]
         return listed(names, NAMED_RANKS)
 
-    def _name_missing(self, store: "Store", now: float) -> str:
+    def _name_missing(self, store: "Store", now: float, limit_s: float) -> str:
         """Report the missing ranks now and then; return why the run ends if they have been missing for too long.
 
         One rank of node 0 and one of the other nodes do this, because it takes a request per rank.
         """
         seconds = now - self._since
-        if now < self._next_line and seconds < self.timeout_s:
+        if now < self._next_line and seconds < limit_s:
             return ""
         self._next_line = now + MISSING_EVERY_S
         if not self._reports(store):
@@ -137,11 +135,11 @@ class Arrivals:
         if not missing:
             return ""
         names = self._names(missing)
-        if seconds < self.timeout_s:
+        if seconds < limit_s:
             report(f"{self._topology}: waiting {seconds:.0f} s for {names} to import trl_multinode")
             return ""
         return (
-            f"PeerFailureError: {names} did not import trl_multinode within {self.timeout_s:.0f} s. Read the output "
+            f"PeerFailureError: {names} did not import trl_multinode within {limit_s:.0f} s. Read the output "
             "of these ranks; `engine_start_timeout` is the limit, once a trainer has its settings."
         )
 

@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -51,12 +50,12 @@ class EarlyWatch:
         atexit.register(self._at_exit)
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
-    def watch(self, wait_s: float) -> "WatchThread | None":
+    def watch(self) -> "WatchThread | None":
         """Return the connected watch thread; `None` if it could not connect, has ended, or belongs to a parent."""
         if os.getpid() != self._pid:
             return None
         self._hurry.set()
-        self._ready.wait(wait_s)
+        self._ready.wait(READY_S)
         return None if self._watch is None or self._watch.stopped.is_set() else self._watch
 
     def _run(self) -> None:
@@ -80,14 +79,14 @@ class EarlyWatch:
         watch.run()
 
     def _on_uncaught(self, error: BaseException) -> bool:
-        watch = self.watch(READY_S)
+        watch = self.watch()
         return watch is not None and watch.on_uncaught(error)
 
     def _at_exit(self) -> None:
         """End all ranks if the script ends with an error, and let it go otherwise."""
         status, error = self._exits.bad_status(), getattr(sys, "last_value", None)
         failed = status is not None or error is not None
-        watch = self.watch(READY_S)
+        watch = self.watch()
         if watch is None:
             # the watch has outlived the store
             if not failed and self._watch is not None and os.getpid() == self._pid:
@@ -103,21 +102,22 @@ class EarlyWatch:
 _early: EarlyWatch | None = None
 
 
-def start(environ: Mapping[str, str] = os.environ) -> None:
+def start() -> None:
     """Start the watch if this process is a rank of a launch with several ranks. It never fails and never waits."""
     global _early
     with suppress(Exception):
-        if _early is None and is_rank(environ):
+        if _early is None and is_rank():
             _early = EarlyWatch()
 
 
 def early_watch() -> "WatchThread | None":
     """Return the watch thread that runs since the import, if there is one."""
-    return _early.watch(READY_S) if _early is not None else None
+    return _early.watch() if _early is not None else None
 
 
-def is_rank(environ: Mapping[str, str]) -> bool:
+def is_rank() -> bool:
     """Return whether torchrun has started this process, and not one of its ranks or another Python process."""
+    environ = os.environ
     if not all(environ.get(name) for name in LAUNCHED_BY) or environ["WORLD_SIZE"] == "1":
         return False
     # the store is then a rank's, and not there yet

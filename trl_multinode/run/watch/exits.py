@@ -5,6 +5,7 @@ import dis
 import io
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from types import FrameType, TracebackType
@@ -87,12 +88,11 @@ def is_good(status: Any) -> bool:
 
 def script_frame() -> FrameType | None:
     """Return the frame of the running script's module; `None` if no script runs."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not (
-        frame.f_code.co_name == "<module>" and frame.f_globals is vars(sys.modules["__main__"])
-    ):
-        frame = frame.f_back
-    return frame
+    script = vars(sys.modules["__main__"])
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if frame.f_code.co_name == "<module>" and frame.f_globals is script:
+            return frame
+    return None
 
 
 def has_returned(frame: FrameType) -> bool:

@@ -21,31 +21,24 @@ class Pidfds:
         self._signals = signals
         # pidfd, or the end of a pipe -> function, owner
         self._ended: dict[int, tuple[Callable[[], None], object]] = {}
-        self._names: set[str] = set()
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(signals.read_end, select.POLLIN)
 
-    def add(self, pid: int, ended: Callable[[], None], owner: object, once: str = "") -> None:
-        """Make the watch thread call `ended` when process `pid` ends, unless there is one with this name already.
+    def add(self, pid: int, ended: Callable[[], None], owner: object) -> None:
+        """Make the watch thread call `ended` when process `pid` ends.
 
         Any thread may call this. It calls `ended` itself if the process has ended before.
         """
-        with self._lock:
-            if once in self._names:
-                return
-            self._names |= {once} if once else set()
-            try:
-                pidfd = open_end(pid)
-            except ProcessLookupError:
-                has_ended = True
-            else:
-                has_ended = False
-                self._ended[pidfd] = ended, owner
-                self._poll.register(pidfd, select.POLLIN)
-        self._signals.wake()
-        if has_ended:
+        try:
+            pidfd = open_end(pid)
+        except ProcessLookupError:
             ended()
+            return
+        with self._lock:
+            self._ended[pidfd] = ended, owner
+            self._poll.register(pidfd, select.POLLIN)
+        self._signals.wake()
 
     def forget(self, owner: object) -> None:
         """Stop watching the processes of an owner."""

@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from functools import cache
 from typing import Any, ClassVar
 
 from ...wire.stop_signals import environment_signals, preempt_signals
@@ -70,7 +69,6 @@ class StopSignals:
             return  # none of our handlers is installed, so leave the wakeup pipe to its owner
         self._previous_end = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._catching.append(self)
-        _restore_in_children()
 
     def restore(self) -> None:
         """Give the signals back to Python, and the wakeup pipe to its previous owner."""
@@ -94,18 +92,16 @@ class StopSignals:
                 os.close(end)
 
 
-@cache
-def _restore_in_children() -> None:
-    """Register once that a forked child drops the pipe, which it shares with its parent.
+def _restore_all() -> None:
+    """Drop the pipe in a forked child, which shares it with its parent.
 
     A pool that ends its workers by SIGTERM would otherwise end the run.
     """
+    for signals in StopSignals._catching[::-1]:
+        signals.restore()
 
-    def restore_all() -> None:
-        for signals in StopSignals._catching[::-1]:
-            signals.restore()
 
-    os.register_at_fork(after_in_child=restore_all)
+os.register_at_fork(after_in_child=_restore_all)
 
 
 def noop_handler(*_: object) -> None:

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import store as stores
 from ..addresses import register, with_nodes
@@ -22,27 +22,27 @@ from ..endings.error_text import described, text_of_error
 from ..endings.exit_codes import ENGINE, OTHER, PEER_LOST, PREEMPTED, USER_CODE, code_of, is_symptom
 from ..endings.fatal import Fatal, store_gone
 from ..limits import raise_file_limit
-from ..store import RunStore
+from ..store import RunStore, connect_store
 from ..topology import Topology
-from .arrivals import Arrivals
-from .attachment import Attachment
+from .arrivals import START_TIMEOUT_S, Arrivals
 from .exits import ScriptExits
-from .failure import LocalFailure
 from .last_words import how_ended, output_of
 from .leaving import leave
 from .pidfds import Pidfds
 from .signals import StopSignals, ends_well
 
+if TYPE_CHECKING:
+    from .watchdog import Watchdog
+
 POLL_S = 0.5  # a failure then reaches every rank within about a second
 EXPLAIN_S = 5.0  # in which an error must have said what it is, beside its class
-SYMPTOM_DELAY_S = (
-    1.0  # symptoms (end of file, SIGTERM) are reported later than causes (a process ended)
-)
+# symptoms (end of file, SIGTERM) are reported later than causes (a process ended)
+SYMPTOM_DELAY_S = 1.0
 NODE_0_LEFT_EVERY_S = 5.0
 
 
 class WatchThread:
-    """Watch thread of this process, to which its trainers' [`Attachment`]s attach. `watch_of` has the only one.
+    """Watch thread of this process, to which its trainers' [`Watchdog`]s attach. `watch_of` has the only one.
 
     Args:
         topology (`Topology`):
@@ -58,23 +58,29 @@ class WatchThread:
         self.since_import = exits is not None
         self.note = ""  # added to every failure that this rank reports
         self.ending = Ending(topology)
-        self.trainers: list[Attachment] = []  # the open ones
+        self.trainers: list[Watchdog] = []  # the open ones
         self.num_built = 0
         raise_file_limit(topology.launched)
-        self.store = RunStore(topology, None)
+        self.store = RunStore(topology, connect_store(topology, None))
         self.stopped = threading.Event()
         self.signals = StopSignals()
         self.processes = Pidfds(self.signals)
         self.exits = exits or ScriptExits(self.on_uncaught)
         self.arrivals = Arrivals(topology, self.watch_rank) if self.since_import else None
+        self._watched: set[int] = set()  # other ranks of this node
         # of trainers that were collected; this thread calls them
         self.ends: list[Callable[[], None]] = []
-        self._failure = LocalFailure()
+        # failures of this rank before all ranks know them, each with the time at which to report it: one that is due
+        # earlier replaces another, as a cause does with a symptom
+        self._failures: list[tuple[float, Fatal]] = []
         self._store_call_start: float | None = None  # of the pending call, if any
-        self.store_limit_s: float | None = None  # default: `STORE_TIMEOUT_S`
+        # time after which a store that does not respond counts as gone
+        self.store_limit_s = stores.STORE_TIMEOUT_S
+        # time in which all ranks must have imported this library
+        self.start_limit_s = START_TIMEOUT_S
         self._node_0_left = (False, 0.0)  # as far as this thread knows, and when it looked
-        # the failure line comes after a traceback, not in the middle of one
-        self._printing = threading.Lock()
+        # held while a traceback is printed: the failure line comes after it, not in the middle of it
+        self.printing = threading.Lock()
         if not self.since_import and not self.alone:
             self.exits.watch()
         if topology.launched:
@@ -91,7 +97,7 @@ class WatchThread:
 
     # ---- trainers ---------------------------------------------------------------------------------------------------
 
-    def attach(self, trainer: Attachment) -> str | None:
+    def attach(self, trainer: "Watchdog") -> str | None:
         """Add a trainer, and return a rank whose script has ended without this trainer, if there is one."""
         if self.topology.launched and not self.trainers:
             self.signals.catch()
@@ -99,11 +105,11 @@ class WatchThread:
         self.num_built += 1
         return self.store.open_trainer(self.num_built - 1)
 
-    def detach(self, trainer: Attachment, error: BaseException | None = None) -> None:
+    def detach(self, trainer: "Watchdog", error: BaseException | None = None) -> None:
         """Remove a trainer that all ranks have closed. The thread ends with the last one, or with the script.
 
         Args:
-            trainer ([`Attachment`]):
+            trainer ([`Watchdog`]):
                 Trainer that is closed.
             error (`BaseException`, *optional*):
                 Error with which a script of a single process ends.
@@ -139,13 +145,22 @@ class WatchThread:
     # ---- failures ---------------------------------------------------------------------------------------------------
 
     def report(self, cause: str, delay_s: float = 0.0, code: int = OTHER) -> None:
-        """Report this rank's failure and return at once; the watch thread writes it to the store, then exits."""
+        """Report this rank's failure and return at once; the watch thread writes it to the store, then exits.
+
+        Args:
+            cause (`str`):
+                Message, to which the place and the phase are added.
+            delay_s (`float`, *optional*, defaults to `0.0`):
+                Seconds to wait for a better explanation by any rank.
+            code (`int`, *optional*, defaults to `OTHER`):
+                Exit code of all ranks; one of `exit_codes.py`.
+        """
         cause = cause if self.note in cause else f"{cause.rstrip('.')}. {self.note}"
         line = f"{self.topology}, phase {self._phase()}: " + " ".join(cause.split())
-        self._failure.add(Fatal(line, code), delay_s)
+        self._failures.append((time.monotonic() + delay_s, Fatal(line, code)))
         self.signals.wake()
 
-    def _open_trainer(self) -> Attachment | None:
+    def _open_trainer(self) -> "Watchdog | None":
         return next(iter(self.trainers[-1:]), None)
 
     def _phase(self) -> str:
@@ -169,7 +184,7 @@ class WatchThread:
             else described(explained)
         )
         code = code_of(explained, has_trainer=bool(self.trainers))
-        with self._printing:
+        with self.printing:
             self.report(cause, SYMPTOM_DELAY_S if is_symptom(explained) else 0.0, code)
             # after the report: stderr may be a pipe that nobody reads
             traceback.print_exception(error)
@@ -235,6 +250,9 @@ class WatchThread:
 
     def watch_rank(self, rank: int, pid: int) -> None:
         """Treat the end of another rank of this node as a failure, unless it has no trainer and ends well."""
+        if rank in self._watched:
+            return
+        self._watched.add(rank)
         main = " (local main process)" if rank == self.topology.local_ranks[0] else ""
         output = output_of(pid)
 
@@ -243,7 +261,7 @@ class WatchThread:
             if self._neighbour_ended(f"the process of rank {rank}{main} (pid {pid}) {how}", rank):
                 self.store.count_as_reader(rank)
 
-        self.processes.add(pid, ended, self, once=f"rank {rank}")
+        self.processes.add(pid, ended, self)
 
     def _neighbour_ended(self, cause: str, rank: int | None = None) -> bool:
         """Report the end of a launcher or of a rank, if the run has not ended. Return whether that is so.
@@ -255,7 +273,7 @@ class WatchThread:
         if (
             has_left
             or self.store.fatal() is not None
-            or (trainer is not None and trainer.all_finished())
+            or (trainer is not None and trainer.store.all_finished())
         ):
             return False
         self.report(cause, code=PEER_LOST)
@@ -264,7 +282,7 @@ class WatchThread:
     def process_ended(self, cause: Callable[[], str | None]) -> None:
         """Report the end of a process that a trainer has added, unless `cause` returns `None`."""
         trainer = self._open_trainer()
-        if self.store.fatal() is not None or (trainer is not None and trainer.all_finished()):
+        if self.store.fatal() is not None or (trainer is not None and trainer.store.all_finished()):
             return
         if (line := cause()) is not None:
             self.report(line, code=ENGINE)
@@ -273,7 +291,6 @@ class WatchThread:
 
     def run(self) -> None:
         """Watch until the end of the run. It is the body of the thread."""
-        self.thread = threading.current_thread()
         threading.Thread(target=self._watch_store, name="watch-store", daemon=True).start()
         try:
             register(self.store, self.topology)
@@ -281,24 +298,21 @@ class WatchThread:
         except Exception as error:
             traceback.print_exception(error)
             line = f"{self.topology}: the watchdog itself failed: {described(error)}"
-            self._leave(self.store.publish(Fatal(line)))
+            leave(self, self.store.publish(Fatal(line)))
 
     def _watch_store(self) -> None:
         """Exit if the store does not respond: its client waits without a deadline while the connection is open."""
         # in turns of this loop, because a process that was stopped must not blame the store
-        last, waited = (
-            None,
-            0.0,
-        )
+        last, waited = None, 0.0
         while not self.stopped.wait(POLL_S):
             for tick in [tick for trainer in self.trainers for tick in trainer.ticks]:
                 tick()
             start = self._store_call_start
             waited = waited + POLL_S if start is not None and start == last else 0.0
             last = start
-            if waited > (self.store_limit_s or stores.STORE_TIMEOUT_S):
+            if waited > self.store_limit_s:
                 self.store.give_up()
-                self._leave(store_gone())
+                leave(self, store_gone())
 
     def _watch(self) -> None:
         while not self.stopped.is_set():
@@ -317,24 +331,23 @@ class WatchThread:
                 self._do_chores()
             self._store_call_start = None
             if fatal is not None and not (fatal == store_gone() and self._may_outlive_the_store()):
-                self._leave(fatal)
+                leave(self, fatal)
 
     def _receive_signals(self) -> None:
         for stop in self.signals.received():
             # torchrun sends SIGTERM after a second Ctrl-C: a run that ends already is not pre-empted as well
-            if self._failure.is_found() or not any(
-                trainer.on_stop(stop) for trainer in self.trainers
-            ):
+            if self._failures or not any(trainer.on_stop(stop) for trainer in self.trainers):
                 code = OTHER if stop.name == "SIGINT" else PREEMPTED
                 self.report(f"stopped by {stop.name}", SYMPTOM_DELAY_S, code)
 
     def _do_chores(self) -> None:
         if self.arrivals is not None and (
-            late := self.arrivals.look(self.store, self.num_built > 0)
+            late := self.arrivals.look(self.store, self.num_built > 0, self.start_limit_s)
         ):
             self.report(late, code=PEER_LOST)
         for trainer in list(self.trainers):
-            trainer.do_chores()
+            for chore in trainer.chores:
+                trainer.store.lend(chore)
         looked = self._node_0_left[1]
         if (
             not self.trainers
@@ -358,10 +371,10 @@ class WatchThread:
         return True
 
     def _due(self) -> Fatal | None:
-        if (fatal := self._failure.due()) is None:
+        if not self._failures:
+            return None
+        due, fatal = min(self._failures)
+        if time.monotonic() < due:
             return None
         line = with_nodes(fatal.line, self.store, self.topology)
         return self.store.publish(Fatal(line, fatal.code))
-
-    def _leave(self, fatal: Fatal) -> None:
-        leave(fatal, self.store, self.ending, self.trainers, self._printing)

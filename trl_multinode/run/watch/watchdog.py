@@ -2,24 +2,21 @@
 
 import itertools
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from ..endings.ending import Ending
+from torch.distributed import Store
+
 from ..store import when_written
 from ..topology import Topology
-from .attachment import Attachment
 from .early import early_watch
 from .exits import is_good
 from .signals import ends_well
 from .watch_thread import POLL_S, WatchThread
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 LEAVE_S = 120.0  # in which all ranks must leave the trainer, if one does so by `sys.exit(0)`
 LEAVE_CURE = (
@@ -35,17 +32,16 @@ def watch_of(topology: Topology) -> WatchThread:
     global _current
     if (early := early_watch()) is not None:
         return early
-    reusable = (
-        _current is not None and not _current.stopped.is_set() and _current.pid == os.getpid()
-    )
-    if not reusable or _current.topology != topology:  # type: ignore[union-attr]
-        _current = WatchThread(topology)
-        _current.start()
-    return _current  # type: ignore[return-value]
+    current = _current
+    is_mine = current is not None and current.pid == os.getpid() and current.topology == topology
+    if current is None or not is_mine or current.stopped.is_set():
+        current = _current = WatchThread(topology)
+        current.start()
+    return current
 
 
-class Watchdog(Attachment):
-    """Watch of one trainer of this rank.
+class Watchdog:
+    """Watch of one trainer of this rank, with functions that the watch thread calls, each at its own moment.
 
     ```python
     watch = Watchdog(topology)                   # every rank, as early as possible
@@ -64,69 +60,49 @@ class Watchdog(Attachment):
 
     def __init__(self, topology: Topology, phase: Callable[[], str] = lambda: "set-up"):
         self.topology = topology
+        self.phase = phase
         self.run = next(_runs)
-        self._watch = watch_of(topology)
-        super().__init__(self._watch.store.of_trainer(self.run), self._watch.alone, phase)
+        # called before a failed run exits; they must not wait long
+        self.cleanups: list[Callable[[], None]] = []
+        # called twice a second, also while the store does not respond
+        self.ticks: list[Callable[[], None]] = []
+        # called twice a second with the watch thread's client of the store
+        self.chores: list[Callable[[Store], None]] = []
+        # called when this trainer is closed, or when the run fails
+        self.closings: list[Callable[[], None]] = []
+        # returns `False` for a signal that ends the run at once
+        self.on_stop: Callable[[signal.Signals], bool] = lambda stop: False
+        # names a full disk
+        self.explain: Callable[[BaseException], BaseException] = lambda error: error
+        # returns whether another rank waits for this one in a meeting to which it has not come
+        self.missed: Callable[[Store], bool] = lambda store: False
+        # whether this rank is in `close`, and waits for the others or has waited
+        self.closes = False
+        # watch of this process, which its trainers share
+        self.of_process = watch_of(topology)
+        self.report, self.ending = self.of_process.report, self.of_process.ending
+        self.store = self.of_process.store.of_trainer(self.run)
         self._closed = threading.Event()
         self._exits = itertools.count()  # of this rank from the trainer's methods with a good code
         self._leaving: SystemExit | None = None
-        if (gone := self._watch.attach(self)) is not None:
-            self._watch.fail(f"the script of rank {gone} has ended without this trainer")
-
-    @property
-    def _thread(self) -> threading.Thread:
-        return self._watch.thread
-
-    @property
-    def ending(self) -> Ending:
-        """Contents of the ending file of this node."""
-        return self._watch.ending
+        if (gone := self.of_process.attach(self)) is not None:
+            self.of_process.fail(f"the script of rank {gone} has ended without this trainer")
 
     # ---- watched processes and failures -----------------------------------------------------------------------------
 
     def add_process(self, pid: int, cause: Callable[[], str | None]) -> None:
         """Treat the end of process `pid` as a failure of an engine; `cause` then returns the message, or `None` if
         the run goes on without it."""
-        self._watch.processes.add(pid, lambda: self._watch.process_ended(cause), self)
+        self.of_process.processes.add(pid, lambda: self.of_process.process_ended(cause), self)
 
     def forget_processes(self) -> None:
         """Stop watching this trainer's processes, before this rank shuts its engines down cleanly."""
-        self._watch.processes.forget(self)
-
-    def judge_missed(self, missed: Callable[["Store"], bool]) -> None:
-        """Let `missed` judge whether other ranks wait for this one when it closes or leaves its trainer."""
-        self._store.missed = missed
-
-    def limit_store(self, seconds: float) -> None:
-        """Set the time after which a store that does not respond counts as gone."""
-        self._watch.store_limit_s = seconds
-
-    def count_as_reader(self, rank: int) -> None:
-        """Count a rank that is dead as a reader of the fatal line, so that no rank waits for it."""
-        self._watch.store.count_as_reader(rank)
-
-    def limit_start(self, seconds: float) -> None:
-        """Set the time in which all ranks must have imported this library."""
-        if self._watch.arrivals is not None:
-            self._watch.arrivals.timeout_s = seconds
+        self.of_process.processes.forget(self)
 
     def end_with(self, close: Callable[[], None]) -> None:
         """Make the watch thread call `close`, which closes this object too, and end. It takes no lock."""
-        self._watch.ends.append(close)
-        self._watch.signals.wake()
-
-    def report(self, cause: str, delay_s: float = 0.0, **code: int) -> None:
-        """Report this rank's failure and return at once; the watch thread writes it to the store, then exits.
-
-        Args:
-            cause (`str`):
-                Message, to which the place and the phase are added.
-            delay_s (`float`, *optional*, defaults to `0.0`):
-                Seconds to wait for a better explanation by any rank.
-            code (`int`, *optional*):
-                Exit code of all ranks; one of `exit_codes.py`.
-        """
-        self._watch.report(cause, delay_s, **code)
+        self.of_process.ends.append(close)
+        self.of_process.signals.wake()
 
     @contextmanager
     def noting(self, note: str) -> Iterator[None]:
@@ -134,9 +110,9 @@ class Watchdog(Attachment):
 
         An engine that ends is reported by this thread; only the main thread knows what the engine was doing.
         """
-        self._watch.note = note
+        self.of_process.note = note
         yield
-        self._watch.note = ""
+        self.of_process.note = ""
 
     @contextmanager
     def guard(self, close: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -153,8 +129,8 @@ class Watchdog(Attachment):
             ends_all = isinstance(error, Exception | SystemExit) and not ends_well(error)
             if self.topology.world_size == 1:
                 close()
-            elif ends_all and not self._watch.alone and not self._closed.is_set():
-                self.fail_with(error)
+            elif ends_all and not self._closed.is_set():
+                self.of_process.fail_with(error)
             elif isinstance(error, SystemExit) and is_good(error.code):
                 self._leave_with_all(error)
             raise
@@ -164,25 +140,23 @@ class Watchdog(Attachment):
 
         Code that a model has written calls `sys.exit(0)`, and `exec` runs it in a reward function of one rank.
         """
-        if self._leaving is error or self._watch.alone or self._closed.is_set():
+        if self._leaving is error or self._closed.is_set():
             return
         self._leaving = error
-        key, deadline = str(next(self._exits)), time.monotonic() + LEAVE_S
-        while not self._store.all_leave(key):
-            if self._store.is_missed() or time.monotonic() > deadline:
+        counter, deadline = f"leaves/{next(self._exits)}", time.monotonic() + LEAVE_S
+        self.store.count(counter)
+        while not self.store.all_have(counter):
+            if self.store.lend(self.missed) or time.monotonic() > deadline:
                 how = f"SystemExit: this rank left the trainer with exit code {error.code or 0}, and others did not."
-                self._watch.fail(f"{how} {LEAVE_CURE}")
+                self.of_process.fail(f"{how} {LEAVE_CURE}")
             time.sleep(POLL_S)
 
     def _fail_if_missed(self) -> None:
-        self._watch.fail(
-            "this rank has closed its trainer or ended its script, and others wait for it in the trainer. All ranks "
-            f"must call the trainer's methods equally often. {LEAVE_CURE}",
-        )
-
-    def fail_with(self, error: BaseException) -> None:
-        """Print the traceback, report the error, and wait until the watch thread ends the process with `os._exit`."""
-        self._watch.fail_with(error)
+        if self.store.lend(self.missed):
+            self.of_process.fail(
+                "this rank has closed its trainer or ended its script, and others wait for it in the trainer. All "
+                f"ranks must call the trainer's methods equally often. {LEAVE_CURE}",
+            )
 
     def close(self) -> None:
         """Wait until every rank of the run has called this, then stop watching.
@@ -196,31 +170,31 @@ class Watchdog(Attachment):
         error = sys.exc_info()[1]
         # the script leaves, and closes in a `finally`
         if isinstance(error, SystemExit) and not ends_well(error):
-            self._watch.fail_at_exit(error.code)
+            self.of_process.fail_at_exit(error.code)
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
         self.closes = True
-        self._store.wait_for_all(2 * POLL_S, self._watch.stopped, self._fail_if_missed)
+        self.store.wait_for_all(self.of_process.stopped, self._fail_if_missed)
         self._closed.set()
         for call in self.closings:
             call()
-        self._watch.detach(self, error)
+        self.of_process.detach(self, error)
 
     def close_at_exit(self) -> None:
         """End all ranks if the script of this one ends with an error; otherwise close. `atexit` calls it."""
-        if not self._closed.is_set() and (status := self._watch.exits.bad_status()) is not None:
-            self._watch.fail_at_exit(status)
+        if not self._closed.is_set() and (status := self.of_process.exits.bad_status()) is not None:
+            self.of_process.fail_at_exit(status)
         if not self._closed.is_set():
             # of a single process; several have ended with the error
             self._close(getattr(sys, "last_value", None))
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
-    def watch_local_ranks(self, store: "Store") -> None:
+    def watch_local_ranks(self, store: Store) -> None:
         """Exchange pids with the ranks of this node and watch them: a rank killed by SIGKILL cannot report."""
         store.set(f"pid/{self.topology.rank}", str(os.getpid()))
         for rank in self.topology.local_ranks:
             if rank != self.topology.rank:
                 waiting = f"{self.topology}: waiting for rank {rank} to build its trainer"
-                self._watch.watch_rank(rank, int(when_written(store, f"pid/{rank}", waiting)))
+                self.of_process.watch_rank(rank, int(when_written(store, f"pid/{rank}", waiting)))

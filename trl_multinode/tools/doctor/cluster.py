@@ -10,7 +10,8 @@ from contextlib import ExitStack, suppress
 
 import msgspec
 
-from ...run.versions import MISSING, differences
+from ...run.versions import MISSING
+from ..differences import differences
 from ..launch.joining import NO_PLACE, hello_of, place_of
 from ..launch.meeting import Place
 from ..launch.rollcall import call

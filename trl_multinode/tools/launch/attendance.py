@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import msgspec
 
 from ...run.endings.exit_codes import CONFIGURATION
-from ...run.versions import MISSING, differences
+from ...run.versions import MISSING
 from ...wire.locks import machine
+from ..differences import differences
 from ..text import count
 
 NAMED_NODES = 16  # a line of progress names no more nodes
