@@ -22,7 +22,7 @@ from ..wire.messages import WeightVersion
 from .groups import Group
 from .recorded import Recorded
 from .recorded_groups import RecordedGroups
-from .requests import Prompts, check_lengths, check_logprobs, requests_of
+from .requests import Prompts, check_lengths, check_logprobs, merged, requests_of
 from .rounds import BatchAhead, RoundRollouts, rounds_of
 from .rows import trls_rows
 from .seeds import RowSeeds
@@ -438,7 +438,7 @@ class NodeGeneration:
     def _fresh(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         """Return completions of exactly the current weights, in row order."""
         version = self.version  # a recovery inside may send newer ones
-        requests = requests_of(prompts, images, self.seeds.of_call(prompts))
+        requests = merged(requests_of(prompts, images, self.seeds.of_call(prompts)))
         groups = self.engines.generate(
             requests, self.max_completion_length, self.sampling, version.update
         )

@@ -22,6 +22,7 @@ from ..engine.stream import GroupId, Request, RequestStream
 from ..errors import RolloutError
 from ..wire.messages import VersionSpan
 from .recorded import Recorded
+from .requests import merged
 
 SEED_BITS = 41  # a row's own seed is below 2**40 plus the number of its row
 
@@ -113,24 +114,10 @@ class Group:
         images = None if self.recorded is None else self.recorded.first_turn.images
         return images or [None] * len(self.prompts)
 
-    def missing(self, one_by_one: bool = True) -> list[Request]:
-        """Return requests for the rows that have no completion.
-
-        Args:
-            one_by_one (`bool`, *optional*, defaults to `True`):
-                Request each row by itself, so that a checkpoint can read how far it is. Otherwise equal consecutive
-                rows are one request, which costs a third of the rank's CPU time.
-        """
-        requests: list[Request] = []
-        for row in [row for row, rollout in enumerate(self.rollouts) if rollout is None]:
-            request = self._request(row)
-            if one_by_one or not (requests and _continues(requests[-1], request)):
-                requests.append(request)
-            else:
-                requests[-1] = replace(
-                    requests[-1], num_completions=requests[-1].num_completions + 1
-                )
-        return requests
+    def missing(self) -> list[Request]:
+        """Return a request for each row that has no completion."""
+        rows = [row for row, rollout in enumerate(self.rollouts) if rollout is None]
+        return list(map(self._request, rows))
 
     def _request(self, row: int) -> Request:
         seed = None if self.seeds is None else self.seeds[row]
@@ -158,13 +145,6 @@ class Group:
         self.begun_rows[row] = None  # a further checkpoint would count it as a row that continues
 
 
-def _continues(request: Request, following: Request) -> bool:
-    """Return whether a request for one row can be the next completion of another request."""
-    count = request.num_completions
-    is_next = following.row == request.row + count and following.prompt == request.prompt
-    return is_next and (request.seed is None or following.seed == request.seed + count)
-
-
 def joined(begun: Rollout | None, rest: Rollout) -> Rollout:
     """Return a completion from its beginning and its rest."""
     if begun is None:
@@ -189,7 +169,8 @@ class OpenGroups:
         check (`Callable[[Rollout, int], None]`, *optional*):
             Function that raises if a row must not be used. It gets the row and the update of its submission.
         one_by_one (`bool`, *optional*, defaults to `True`):
-            Whether each row is a request, as [`Group.missing`] has it.
+            Request each row by itself, so that a checkpoint can read how far it is. Otherwise equal consecutive rows
+            are one request, which costs a third of the rank's CPU time.
     """
 
     def __init__(
@@ -253,9 +234,9 @@ class OpenGroups:
         return num_continued, self._begin(list(self._open.values())) - num_continued
 
     def _begin(self, groups: list[Group]) -> int:
-        requests = [request for group in groups for request in group.missing(self._one_by_one)]
-        self._send(requests)
-        return sum(request.num_completions for request in requests)
+        requests = [request for group in groups for request in group.missing()]
+        self._send(requests if self._one_by_one else merged(requests))
+        return len(requests)
 
     def _send(self, requests: list[Request]) -> None:
         with self._changed:

@@ -6,12 +6,11 @@ from dataclasses import replace
 from functools import partial
 
 from ..engine.client import Rollout
-from ..engine.stream import GroupId, Request, RequestStream
+from ..engine.stream import GroupId, RequestStream
 from ..errors import RolloutError
 from .groups import Group, OpenGroups
 from .recorded import Images, Recorded
-from .requests import Prompts
-from .rows import raw_image
+from .requests import Prompts, requests_of
 from .stand_in import Ask
 
 
@@ -79,8 +78,8 @@ class RecordedGroups(OpenGroups):
     ) -> list[Rollout]:
         """Return the completions of one turn of a group. The group's thread calls it."""
         turn: list[Rollout | None] = [None] * len(prompts)
-        update, nothing = self._update(), [None] * len(prompts)
-        rows = zip(prompts, images or nothing, seeds or nothing, strict=True)
+        shared = {"min_update": self._update(), "group": group.id, "max_tokens": max_tokens}
+        requests = list(requests_of(prompts, images, seeds, **shared))
         with self._changed:
             self._check_open(group)
             if group.id in self._turns:
@@ -89,20 +88,7 @@ class RecordedGroups(OpenGroups):
                     "their rows. Call it once with all rows of a turn, or in one thread after the other."
                 )
             self._turns[group.id] = turn
-            self._send(
-                [
-                    Request(
-                        prompt,
-                        seed=seed,
-                        images=tuple(map(raw_image, row_images or ())),
-                        min_update=update,
-                        group=group.id,
-                        row=row,
-                        max_tokens=max_tokens,
-                    )
-                    for row, (prompt, row_images, seed) in enumerate(rows)
-                ]
-            )
+            self._send(requests)
             self._changed.wait_for(lambda: None not in turn or not self._is_open(group))
             # else all groups were dropped, and a new one may have its id
             if self._turns.get(group.id) is turn:
