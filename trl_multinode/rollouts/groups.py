@@ -121,22 +121,21 @@ class Group:
 
     def _request(self, row: int) -> Request:
         seed = None if self.seeds is None else self.seeds[row]
-        if (begun := self.begun_rows[row]) is None:
-            return Request(
-                self.prompts[row],
-                seed=seed,
-                min_update=self.min_update,
-                group=self.id,
-                row=row,
-                max_tokens=self.max_tokens,
-            )
-        num_made = len(begun.tokens)
-        # with its own seed, the row would draw the noise of its first tokens again
-        if seed is not None:
-            seed += num_made << SEED_BITS
-        tokens = [*self.prompts[row], *begun.tokens.tolist()]
+        tokens, num_made = self.prompts[row], 0
+        if (begun := self.begun_rows[row]) is not None:
+            num_made = len(begun.tokens)
+            tokens = [*tokens, *begun.tokens.tolist()]
+            # with its own seed, the row would draw the noise of its first tokens again
+            if seed is not None:
+                seed += num_made << SEED_BITS
         return Request(
-            tokens, seed=seed, min_update=self.min_update, group=self.id, row=row, num_made=num_made
+            tokens,
+            seed=seed,
+            min_update=self.min_update,
+            group=self.id,
+            row=row,
+            num_made=num_made,
+            max_tokens=self.max_tokens,
         )
 
     def end_row(self, row: int, rollout: Rollout) -> None:
