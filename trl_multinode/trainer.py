@@ -22,7 +22,7 @@ from .rollouts.generation import Prompts
 from .rollouts.groups import Group
 from .rollouts.loss_scores import ORIGIN, LossScores, moves_the_generator
 from .rollouts.monitor import DivergenceMonitor
-from .rollouts.recorded import Recorded, joined
+from .rollouts.recorded import Recorded
 from .rollouts.replay import replayed
 from .rollouts.sampling_again import SamplingAgain
 from .rollouts.scoring import GroupScorer
@@ -188,7 +188,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         generation = self.vllm_generation
         taken = [group.recorded for group in generation.rounds.taken]
         scored = self._scorer.replaying(taken) if self._scorer is not None else nullcontext()
-        with replayed(self, joined(taken), generation.use_first_turns), scored:
+        with replayed(self, taken, generation.use_first_turns), scored:
             yield
         for recorded in taken:
             self._recorder.give_back(recorded)
