@@ -21,7 +21,7 @@ from ..engine.client import Rollout
 from ..engine.stream import GroupId, Request, RequestStream
 from ..errors import RolloutError
 from ..wire.messages import VersionSpan
-from .recorded import Recorded
+from .recorded import Recorded, Turn
 from .requests import merged
 
 SEED_BITS = 41  # a row's own seed is below 2**40 plus the number of its row
@@ -95,9 +95,9 @@ class Group:
         return self.inputs if self.recorded is None else self.recorded.inputs
 
     @property
-    def first_rows(self) -> list[Rollout]:
-        """Completions of a complete group, those of the first turn."""
-        return self.rows if self.recorded is None else self.recorded.first_turn.rows
+    def first_turn(self) -> Turn:
+        """Prompts and completions of a complete group, those of the first turn."""
+        return Turn(self.prompts, self.rows) if self.recorded is None else self.recorded.first_turn
 
     @property
     def rows(self) -> list[Rollout]:
@@ -107,12 +107,6 @@ class Group:
         rows = [row for row in self.rollouts if row is not None]
         assert len(rows) == len(self.rollouts), f"group {self.id} is not complete"
         return rows
-
-    @property
-    def images(self) -> list[list | None]:
-        """PIL images of the first turn of a complete group, per row."""
-        images = None if self.recorded is None else self.recorded.first_turn.images
-        return images or [None] * len(self.prompts)
 
     def missing(self) -> list[Request]:
         """Return a request for each row that has no completion."""

@@ -11,7 +11,8 @@ from ..run.reporter import warn
 from ..wire.messages import WeightVersion
 from ..wire.sampling import TRUNCATING
 from .generation import NodeGeneration
-from .rounds import NEUTRAL, RoundRollouts
+from .recorded import Turn
+from .rounds import NEUTRAL
 from .rows import raw_image
 
 NAN_LIMIT = 0.01  # share of a rank's trained tokens
@@ -98,7 +99,7 @@ class DivergenceMonitor:
             side: output[key][trained].float() for side, key in SIDES.items() if key in output
         }
         counts = check_nan(
-            self._where, scores, self._generation.used.version, self._generation.version
+            self._where, scores, self._generation.used_version, self._generation.version
         )
         if len(scores) < len(SIDES):
             if self.limit:
@@ -122,7 +123,7 @@ class DivergenceMonitor:
         self._follow_settings()
         trained = trained_mask(output).bool()
         scores = {"engine": output[SIDES["engine"]][trained]}
-        check_nan(self._where, scores, self._generation.used.version, self._generation.version)
+        check_nan(self._where, scores, self._generation.used_version, self._generation.version)
 
     def present_logps(self, output: dict, stale: bool) -> torch.Tensor:
         """
@@ -165,7 +166,7 @@ class DivergenceMonitor:
                 "supports reloading this architecture; `logprob_divergence_limit` sets the limit, 0 turns it off."
             )
 
-    def ask(self, made: RoundRollouts) -> None:
+    def ask(self, made: Turn) -> None:
         """Request the score of one of these rows under an engine's current weights; `check` waits for the reply.
 
         Each engine of a node gets it from one rank, and from another one in the next round; with fewer ranks than

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..engine.client import Rollout
 from ..images import images_of
+from ..wire.messages import WeightVersion
 from .upcoming import Batch
 
 Images = list[list | None]  # PIL images of each row
@@ -17,7 +18,7 @@ Images = list[list | None]  # PIL images of each row
 
 @dataclass
 class Turn:
-    """One `generate` call of a rollout.
+    """One `generate` call, of a group or of a rank's whole round.
 
     Args:
         prompts (`list[list[int]]`):
@@ -31,6 +32,11 @@ class Turn:
     prompts: list[list[int]]
     rows: list[Rollout]
     images: Images | None = None
+
+    @property
+    def version(self) -> WeightVersion:
+        """The oldest weights that began one of the rows."""
+        return min([row.version for row in self.rows], default=WeightVersion())
 
 
 class ToolLoop(NamedTuple):

@@ -57,7 +57,6 @@ class RecordedGroups(OpenGroups):
         try:
             recorded = self._make(group, partial(self._ask, group))
             with self._changed:
-                group.prompts = recorded.first_turn.prompts
                 group.recorded = recorded
                 self._changed.notify_all()
         except Dropped:
@@ -111,16 +110,7 @@ class RecordedGroups(OpenGroups):
     def snapshot(self) -> list[Group]:
         """Return copies of the open groups, which begin again after a resume: environments cannot be saved."""
         with self._changed:
-            return [
-                replace(
-                    group,
-                    recorded=None,
-                    prompts=[[] for _ in group.inputs],
-                    rollouts=[],
-                    begun_rows=[],
-                )
-                for group in self._open.values()
-            ]
+            return [replace(group, recorded=None) for group in self._open.values()]
 
     def drop(self) -> None:
         super().drop()

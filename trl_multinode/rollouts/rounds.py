@@ -19,31 +19,20 @@ groups that are open, and every group that was begun is trained exactly once.
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..engine.client import Rollout
 from ..engine.stream import RequestStream
 from ..errors import RolloutError, WeightVersionError
 from ..run.reporter import warn
 from ..wire.messages import WeightVersion
 from .groups import Group, OpenGroups
+from .recorded import Turn
 from .token_ages import TokenAges, UpdateLog
 from .upcoming import Batch
 
 # returns the batch that is so many rounds ahead and its prompts as token ids; `None` if none follows
 BatchAhead = Callable[[int], tuple[Batch, list[list[int]]] | None]
-
-
-@dataclass(frozen=True)
-class RoundRollouts:
-    """One rank's completions for one generation round."""
-
-    prompts: list[list[int]]  # token ids, one row per completion
-    rows: list[Rollout]  # in the order of `prompts`
-    version: WeightVersion  # the oldest weights that began one of them
-    images: list[list | None] | None = None  # PIL images of each row
 
 
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -194,11 +183,12 @@ class Rounds:
             )
         return [row for group in self.taken for row in group.rows_to_train]
 
-    def made(self, prompts: list[list[int]]) -> RoundRollouts | None:
+    def made(self, prompts: list[list[int]]) -> Turn | None:
         """Return the completions of the taken groups; `None` if `prompts` are not theirs."""
         if not self.taken:
             return None
-        if [prompt for group in self.taken for prompt in group.prompts] != prompts:
+        made = self.first_turns()
+        if made.prompts != prompts:
             if any(group.recorded is not None for group in self.taken):
                 raise RolloutError(
                     f"{self._where}: round {self._number} has other prompts than its rollouts that ran ahead. A "
@@ -213,15 +203,15 @@ class Rounds:
                 )
             self.taken = []
             return None
-        return self.first_turns()
+        return made
 
-    def first_turns(self) -> RoundRollouts:
+    def first_turns(self) -> Turn:
         """Return the completions of the taken groups, those of recorded ones from their first `generate` call."""
-        rows = [row for group in self.taken for row in group.first_rows]
-        prompts = [prompt for group in self.taken for prompt in group.prompts]
-        images = [one for group in self.taken for one in group.images]
-        oldest = min([row.version for row in rows], default=WeightVersion())
-        return RoundRollouts(prompts, rows, oldest, images if any(images) else None)
+        turns = [group.first_turn for group in self.taken]
+        prompts = [prompt for turn in turns for prompt in turn.prompts]
+        rows = [row for turn in turns for row in turn.rows]
+        images = [one for turn in turns for one in turn.images or [None] * len(turn.prompts)]
+        return Turn(prompts, rows, images if any(images) else None)
 
     def stale(self, version: WeightVersion) -> bool:
         """Return whether weights before `version` took part in the taken rows: a row that had no token at a swap may
