@@ -247,7 +247,7 @@ class Rank:
         assert len(rows) == self.quota * SIZE
         rounds.add_update(version, trains=True)
         rounds.begin_following(version)
-        assert all(group.rows_to_train == group.inputs for group in rounds.taken)
+        assert all(group.recorded.inputs == group.inputs for group in rounds.taken)
         assert max(number - group.begun for group in rounds.taken) <= self.max_age
         return {
             (one.number, self.first + one.place): one.inputs[0]["prompt"] for one in rounds.taken

@@ -203,19 +203,17 @@ class NodeGeneration:
                 Function that returns the batch so many rounds ahead, and its prompts; `None` if none follows.
         """
         assert self.rounds is not None
-        num_groups = num_rows // group_size
-        self.rounds.begin_round(
-            self._number, num_groups, group_size, partial(self._checked_batch, batch_ahead)
-        )
+        checked = partial(self._checked_batch, batch_ahead)
+        self.rounds.begin_round(self._number, num_rows // group_size, group_size, checked)
         if self.rounds.must_sync:
             self.sync_weights()
             self._begin_following()
         if not (self.rounds.groups.ids or self._host.settings.in_flight):
             return None
         with self._phases("generate"):
-            while self.rounds.groups.wait_for(num_groups, self._number):
+            while (rows := self.rounds.take()) is None:
                 self._recover()
-            return self.rounds.take()
+            return rows
 
     def _checked_batch(self, batch_ahead: BatchAhead, rounds: int) -> tuple[Batch, Prompts] | None:
         found = batch_ahead(rounds)

@@ -90,11 +90,6 @@ class Group:
         return f"train, attempt {self.attempt}" if self.attempt else "train"
 
     @property
-    def rows_to_train(self) -> list[dict[str, Any]]:
-        """Rows of the dataset that a complete group is about."""
-        return self.inputs if self.recorded is None else self.recorded.inputs
-
-    @property
     def first_turn(self) -> Turn:
         """Prompts and completions of a complete group, those of the first turn."""
         return Turn(self.prompts, self.rows) if self.recorded is None else self.recorded.first_turn
@@ -241,22 +236,6 @@ class OpenGroups:
                 )
                 self._thread.start()
 
-    def wait_for(self, count: int, number: int) -> bool:
-        """Wait until `take` with these arguments would return, or until no engine is left for the rows.
-
-        Returns:
-            `bool`: whether no engine is left.
-        """
-        with self._changed:
-            # else the wait would never end, and no request would have a deadline
-            if count > len(self._open):
-                raise RolloutError(
-                    f"Round {number} trains {count} groups and only {len(self._open)} were begun. A subclass or a "
-                    "callback changes the batches between the dataloader and the trainer; use `max_staleness=0`."
-                )
-            self._wait_until(lambda: self._may_take(count, number) or self._stream.stopped)
-            return not self._may_take(count, number)
-
     def wait_for_all(self) -> bool:
         """Wait until all open groups are complete, or until no engine is left for their rows.
 
@@ -278,18 +257,29 @@ class OpenGroups:
     def _all_complete(self) -> bool:
         return len(self._complete()) == len(self._open)
 
-    def take(self, count: int, number: int) -> list[Group]:
+    def take(self, count: int, number: int) -> list[Group] | None:
         """Remove and return the `count` oldest complete groups, in the order of their ids; wait for them.
 
         Groups that are due in round `number` or earlier are waited for. The wait fails when an engine makes no token
         for `engine_stall_timeout` seconds.
 
+        Returns:
+            `list[Group]`, *optional*: `None` if no engine is left for their rows.
+
         Raises:
+            `RolloutError`: if fewer groups are open.
             `EngineError` or `WeightVersionError`: the error that stopped the thread.
         """
         with self._changed:
-            assert count <= len(self._open), f"{count} groups to take, {len(self._open)} open"
-            self._wait_until(lambda: self._may_take(count, number))
+            # else the wait would never end, and no request would have a deadline
+            if count > len(self._open):
+                raise RolloutError(
+                    f"Round {number} trains {count} groups and only {len(self._open)} were begun. A subclass or a "
+                    "callback changes the batches between the dataloader and the trainer; use `max_staleness=0`."
+                )
+            self._wait_until(lambda: self._may_take(count, number) or self._stream.stopped)
+            if not self._may_take(count, number):
+                return None
             return [self._open.pop(group.id) for group in self._complete()[:count]]
 
     def _may_take(self, count: int, number: int) -> bool:

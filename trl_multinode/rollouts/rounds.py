@@ -169,19 +169,25 @@ class Rounds:
         """Return the last round that may train the groups of round `number`."""
         return number + self._max_age - self._open_rounds
 
-    def take(self) -> Batch:
+    def take(self) -> Batch | None:
         """Take the groups of this round, with `num_rows` rows together, and return their rows of the dataset.
+
+        Returns:
+            `Batch`, *optional*: `None` if no engine is left for the rows.
 
         Raises:
             `WeightVersionError`: if a group is older than `max_age`, although its round should have waited for it.
         """
-        self.taken = self.groups.take(self._num_groups, self._number)
-        if late := next((group for group in self.taken if group.due < self._number), None):
+        taken = self.groups.take(self._num_groups, self._number)
+        if taken is None:
+            return None
+        self.taken = taken
+        if late := next((group for group in taken if group.due < self._number), None):
             raise WeightVersionError(
                 f"{self._where}: round {self._number} took a group that was due in round {late.due}, which should "
                 "have waited for it: its tokens are older than `max_age` allows. File a bug report."
             )
-        return [row for group in self.taken for row in group.rows_to_train]
+        return [row for group in taken for row in group.inputs]
 
     def made(self, prompts: list[list[int]]) -> Turn | None:
         """Return the completions of the taken groups; `None` if `prompts` are not theirs."""
