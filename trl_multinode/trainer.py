@@ -273,10 +273,10 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         return found
 
     def _check_completions(self, output: dict[str, Any]) -> tuple[int, int]:
-        if self._loss_scores.is_for(output):  # type: ignore[union-attr]
-            self._monitor.check_engine(output)
-            return 0, 0  # the losses count
-        return self._monitor.check(output, stale=self.model.training and self.vllm_generation.stale)
+        in_losses = self._loss_scores.is_for(output)  # type: ignore[union-attr]
+        stale = self.model.training and self.vllm_generation.stale
+        counts = self._monitor.check(output, stale, in_losses)
+        return (0, 0) if in_losses else counts  # the losses count
 
     def _tokenize_prompts(self, prompts: list) -> tuple[Prompts, list[list] | None, dict[str, Any]]:
         """Replace `None`, which TRL 1.16 returns for a prompt without images, with an empty list: processors reject

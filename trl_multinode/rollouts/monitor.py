@@ -75,7 +75,7 @@ class DivergenceMonitor:
         """Limit for the mean difference per token; 0 if the check is off. Its first use is in the first round."""
         return self._host.updates.divergence_limit
 
-    def check(self, output: dict, stale: bool = False) -> tuple[int, int]:
+    def check(self, output: dict, stale: bool = False, in_losses: bool = False) -> tuple[int, int]:
         """Raise if the log-probs of engine and trainer differ too much on this rank, or if too many are NaN.
 
         Args:
@@ -84,6 +84,9 @@ class DivergenceMonitor:
             stale (`bool`, *optional*, defaults to `False`):
                 True if older weights made these completions, so that their log-probs do not test the engine's current
                 weights. The difference is then that of the row whose score `ask` requested, if any.
+            in_losses (`bool`, *optional*, defaults to `False`):
+                True if the losses will have the trainer's log-probs, for `judge_sums`. This check is then of NaN from
+                the engine only.
 
         Returns:
             Number of trained tokens, and of those whose log-prob is NaN.
@@ -92,7 +95,8 @@ class DivergenceMonitor:
             `LogprobDivergenceError`: if the mean difference exceeds the limit, or if more than 1 % of the trained
                 tokens have a NaN log-prob; the message names node, rank and weight version.
         """
-        self._follow_settings()
+        if self.limit:
+            self._turn_off_for(self._generation)  # a callback may have changed its settings
         # once, because it makes the host wait for the device
         trained = trained_mask(output).nonzero(as_tuple=True)
         scores = {
@@ -101,29 +105,17 @@ class DivergenceMonitor:
         counts = check_nan(
             self._where, scores, self._generation.used_version, self._generation.version
         )
-        if len(scores) < len(SIDES):
-            if self.limit:
-                warn(
-                    "The log-prob check of the engines is off, because vllm_importance_sampling_correction is False."
-                )
-                self.limit = 0.0
-        else:
+        if len(scores) == len(SIDES):
             present = self.present_logps(output, stale)[trained]
             difference = (scores["trainer"] - present).abs()
             # 0 if there is no number
             self._judge(difference.nanmean().nan_to_num(posinf=float("inf")).item())
+        elif self.limit and not in_losses:
+            warn(
+                "The log-prob check of the engines is off, because vllm_importance_sampling_correction is False."
+            )
+            self.limit = 0.0
         return counts
-
-    def _follow_settings(self) -> None:
-        if self.limit:
-            self._turn_off_for(self._generation)  # a callback may have changed its settings
-
-    def check_engine(self, output: dict) -> None:
-        """Raise if too many log-probs of the engine are NaN, before the losses have those of the trainer."""
-        self._follow_settings()
-        trained = trained_mask(output).bool()
-        scores = {"engine": output[SIDES["engine"]][trained]}
-        check_nan(self._where, scores, self._generation.used_version, self._generation.version)
 
     def present_logps(self, output: dict, stale: bool) -> torch.Tensor:
         """
