@@ -355,7 +355,7 @@ class OpenGroups:
         self._error = None
 
     def take_counts(self) -> Counter[str]:
-        """Return the number of rows that ended since the last call, and of their tokens."""
+        """Return the counts since the last call: rows that ended and their tokens, and what `Rounds` adds."""
         with self._changed:
             counts, self.counts = self.counts, Counter()
         return counts

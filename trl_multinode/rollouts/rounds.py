@@ -17,7 +17,6 @@ waits for as many as it trains. Near the end of an epoch or of the run no batch 
 groups that are open, and every group that was begun is trained exactly once.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -88,7 +87,6 @@ class Rounds:
         self.updates = UpdateLog(where)
         self.groups = open_groups(stream, self.updates.check)
         self.taken: list[Group] = []  # groups of the current round
-        self._swaps = Counter[str]()  # since the last `take_swaps`
         self._open_rounds = open_rounds
         self._max_age = max_age
         self._seeds = seeds
@@ -123,7 +121,7 @@ class Rounds:
     def add_update(self, version: WeightVersion, trains: bool) -> None:
         """Record an update before it is sent, for the current round or, from an evaluation, for the next one."""
         self.updates.add(version, self._number if trains else self._number + 1)
-        self._swaps.update(swaps=1, swapped_rows=self.groups.rows_under_way)
+        self.groups.counts.update(swaps=1, swapped_rows=self.groups.rows_under_way)
 
     def begin_following(self, version: WeightVersion) -> tuple[int, int]:
         """Begin the groups of the batches up to `max_staleness` ahead, and the missing rows of a checkpoint.
@@ -232,11 +230,6 @@ class Rounds:
         """Return the ages of the tokens that this round trains, with the weights of `version`."""
         rows = ((row, group.begun) for group in self.taken for row in group.rows)
         return self.updates.ages(rows, self._number, version)
-
-    def take_swaps(self) -> Counter[str]:
-        """Return the number of updates since the last call, and of the rows that were under way then, summed."""
-        swaps, self._swaps = self._swaps, Counter()
-        return swaps
 
     # ---- a run that ended early, and checkpoints --------------------------------------------------------------------
 

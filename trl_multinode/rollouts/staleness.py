@@ -129,7 +129,6 @@ class StalenessMeter:
                 sums.taken_tokens += len(row.tokens)
                 sums.mixed_rows += len(row.versions) > 1
         self.add(rounds.groups.take_counts())
-        self.add(rounds.take_swaps())
 
     def add(self, counts: Mapping[str, int]) -> None:
         """Add counts to the sums that have their names in [`RoundSums`]."""
