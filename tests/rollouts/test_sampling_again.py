@@ -331,7 +331,8 @@ def test_an_attempt_has_rows_of_its_own_and_the_last_one_is_kept():
             group.inputs[0] is not group.inputs[1]
             and group.inputs[0]["extra"] is not group.inputs[1]["extra"]
         )
-    assert seen == [DATASET[again.index_of(2, 1, attempt)]["prompt"] for attempt in (1, 2, 3)]
+    drawn = [drawn_index(SEED, 2, 1, attempt, len(DATASET)) for attempt in (1, 2, 3)]
+    assert seen == [DATASET[index]["prompt"] for index in drawn]
     assert group.attempt == MOST and group.inputs[0]["prompt"] == seen[-1]
 
 
