@@ -166,17 +166,8 @@ def joined_output(outputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Join results of a `rollout_func`. A value that is no list holds for all rows of its group."""
     if len(outputs) == 1:
         return dict(outputs[0])
-    if any(output.get("env_mask") is not None for output in outputs):
-        outputs = [_with_mask(output) for output in outputs]  # TRL sums the mask of every row
     names = dict.fromkeys(name for output in outputs for name in output)
     return {name: _joined_field(name, outputs) for name in names}
-
-
-def _with_mask(output: dict[str, Any]) -> dict[str, Any]:
-    """Return the result with a mask; all tokens are the model's if the function gave none for its group."""
-    if output.get("env_mask") is not None:
-        return output
-    return {**output, "env_mask": [[1] * len(ids) for ids in output["completion_ids"]]}
 
 
 def _joined_field(name: str, outputs: Sequence[dict[str, Any]]) -> list[Any] | None:
@@ -184,6 +175,9 @@ def _joined_field(name: str, outputs: Sequence[dict[str, Any]]) -> list[Any] | N
         return None
     values: list[Any] = []
     for output in outputs:
-        value = output.get(name)
-        values += value if isinstance(value, list) else [value] * len(output["completion_ids"])
+        value, completions = output.get(name), output["completion_ids"]
+        # TRL sums the mask of every row, and without one all tokens are the model's
+        if value is None and name == "env_mask":
+            value = [[1] * len(ids) for ids in completions]
+        values += value if isinstance(value, list) else [value] * len(completions)
     return values
