@@ -4,9 +4,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from ..engine.client import Rollout
-from ..engine.stream import GroupId, RequestStream
+from ..engine.stream import GroupId
 from ..errors import RolloutError
 from .groups import Group, OpenGroups
 from .recorded import Images, Recorded
@@ -28,7 +29,7 @@ class RecordedGroups(OpenGroups):
             second argument with prompts, images, seeds and a limit in tokens for the completions of each turn.
         update (`Callable[[], int]`):
             Function that returns the number of the last weight update, which the engines have or will get.
-        stream ([`RequestStream`]), check (`Callable`):
+        *args:
             Arguments of [`OpenGroups`].
     """
 
@@ -36,10 +37,9 @@ class RecordedGroups(OpenGroups):
         self,
         make: Callable[[Group, Ask], Recorded],
         update: Callable[[], int],
-        stream: RequestStream,
-        check: Callable[[Rollout, int], None] = lambda row, first: None,
+        *args: Any,
     ):
-        super().__init__(stream, check)
+        super().__init__(*args)
         self._make = make
         self._update = update
         self._turns: dict[GroupId, list[Rollout | None]] = {}  # rows of the turns under way
@@ -63,7 +63,7 @@ class RecordedGroups(OpenGroups):
             pass
         except BaseException as error:  # the main thread raises it in `take`
             with self._changed:
-                if self._error is None and self._open.get(group.id) is group:
+                if self._is_open(group):
                     self._error = error
                 self._changed.notify_all()
 
