@@ -175,7 +175,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             if self.host.settings.in_flight:
                 self._meter.add_taken(self.vllm_generation.rounds, self.vllm_generation.version)
             if self._again is not None:
-                self._meter.add(self._again.take_counts())
+                self._meter.add(**self._again.take_counts())
         return output
 
     @contextmanager

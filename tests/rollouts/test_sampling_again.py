@@ -308,7 +308,7 @@ def test_groups_and_tokens_that_were_dropped_are_counted_and_logged():
     )
     assert not rank.again.take_counts()
     meter = StalenessMeter(SimpleNamespace())
-    meter.add(counts)
+    meter.add(**counts)
     found = summarize_rounds([meter.take((0.0, 0.0), np.zeros((0, 4)))], [0.0])
     assert found["dynamic_sampling/dropped_share"] == dropped / groups
     assert found["dynamic_sampling/extra_tokens"] == dropped_tokens / tokens
