@@ -42,7 +42,7 @@ def merged(requests: Iterable[Request]) -> list[Request]:
 def _continues(request: Request, following: Request) -> bool:
     """Return whether a request for one row can be the next completion of another request."""
     count = request.num_completions
-    if following.row != request.row + count:
+    if (following.group, following.row) != (request.group, request.row + count):
         return False
     if (following.prompt, following.images) != (request.prompt, request.images):
         return False
