@@ -105,7 +105,7 @@ def figures(plan: Plan, nodes: int) -> dict[str, float]:
     costs, crossing = plan.costs(), plan.targets() // RANKS != plan.owners // RANKS
     slowest = costs.max(axis=0).sum()
     return {
-        "lock_step_efficiency": plan.lock_step_efficiency(),
+        "lock_step_efficiency": costs.sum() / (plan.ranks * slowest),
         "useful_share": cost(1, plan.lengths, LINEAR).sum() / (plan.ranks * slowest),
         "micro_steps": plan.micro_steps,
         "pools": plan.order.shape[1],

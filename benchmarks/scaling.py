@@ -28,7 +28,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from multinode_kit.launch_files import free_port
-from trl_multinode.batches.batching import plan_micro_steps
+from trl_multinode.batches.batching import Plan, plan_micro_steps
 from trl_multinode.tools.launch import rollcall
 from trl_multinode.tools.launch.attendance import Hello
 from trl_multinode.tools.launch.meeting import Place
@@ -75,8 +75,14 @@ def fixed_batch(nodes: int) -> dict[str, float]:
             plan_micro_steps(lengths(nodes * RANKS, rows, seed), reach, CAP, LINEAR)
             for seed in range(SEEDS)
         ]
-        found[name] = float(np.mean([plan.lock_step_efficiency() for plan in plans]))
+        found[name] = float(np.mean([lock_step_efficiency(plan) for plan in plans]))
     return found
+
+
+def lock_step_efficiency(plan: Plan) -> float:
+    """Return the mean cost of a rank divided by the summed cost of each micro-step's most expensive bin."""
+    costs = plan.costs()
+    return float(costs.sum() / (len(costs) * costs.max(axis=0).sum()))
 
 
 def node_tokens(nodes: int, rows: int = 32) -> float:

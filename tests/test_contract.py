@@ -99,7 +99,7 @@ def test_the_trainer_calls_generate_by_keyword_and_takes_the_first_log_prob_of_e
         f"{VERSION} calls vllm_generation.generate() in another way; see NodeGeneration.generate in generation.py"
     )
     assert "logprobs = [[lp[0] for lp in seq] for seq in logprobs]" in turn, (
-        f"{VERSION} reads log-probs in another way; see FloatRow in rows.py"
+        f"{VERSION} reads log-probs in another way; see ArrayRow in rows.py"
     )
 
 

@@ -234,10 +234,10 @@ class NodeTrainer(HubTrainer):
             output = make()
         # a `rollout_func` may take its completions from elsewhere
         if self.vllm_generation.generated:
-            counts = self._check_completions(output)
+            tokens, nan = self._check_completions(output)
             if self.model.training:
                 self._meter.add_round(*self.vllm_generation.lag)
-                self._meter.add_checked(*counts)
+                self._meter.add(trained_tokens=tokens, nan_tokens=nan)
         return output
 
     def _check_completions(self, output: Any) -> tuple[int, int]:

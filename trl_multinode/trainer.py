@@ -22,7 +22,7 @@ from .rollouts.generation import Prompts
 from .rollouts.groups import Group
 from .rollouts.loss_scores import ORIGIN, LossScores, moves_the_generator
 from .rollouts.monitor import DivergenceMonitor
-from .rollouts.recorded import Recorded, joined
+from .rollouts.recorded import Recorded
 from .rollouts.replay import replayed
 from .rollouts.sampling_again import SamplingAgain
 from .rollouts.scoring import GroupScorer
@@ -175,7 +175,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             if self.host.settings.in_flight:
                 self._meter.add_taken(self.vllm_generation.rounds, self.vllm_generation.version)
             if self._again is not None:
-                self._meter.add(self._again.take_counts())
+                self._meter.add(**self._again.take_counts())
         return output
 
     @contextmanager
@@ -188,7 +188,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         generation = self.vllm_generation
         taken = [group.recorded for group in generation.rounds.taken]
         scored = self._scorer.replaying(taken) if self._scorer is not None else nullcontext()
-        with replayed(self, joined(taken), generation.use_first_turns), scored:
+        with replayed(self, taken, generation.use_first_turns), scored:
             yield
         for recorded in taken:
             self._recorder.give_back(recorded)
@@ -273,10 +273,10 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         return found
 
     def _check_completions(self, output: dict[str, Any]) -> tuple[int, int]:
-        if self._loss_scores.is_for(output):  # type: ignore[union-attr]
-            self._monitor.check_engine(output)
-            return 0, 0  # the losses count
-        return self._monitor.check(output, stale=self.model.training and self.vllm_generation.stale)
+        in_losses = self._loss_scores.is_for(output)  # type: ignore[union-attr]
+        stale = self.model.training and self.vllm_generation.stale
+        counts = self._monitor.check(output, stale, in_losses)
+        return (0, 0) if in_losses else counts  # the losses count
 
     def _tokenize_prompts(self, prompts: list) -> tuple[Prompts, list[list] | None, dict[str, Any]]:
         """Replace `None`, which TRL 1.16 returns for a prompt without images, with an empty list: processors reject

@@ -494,8 +494,8 @@ def compare_like_a_round(trainer, groups) -> None:
     updates = SimpleNamespace(divergence_limit=0.02)
     host = SimpleNamespace(topology="node 0, rank 0", settings=NodeSettings(), updates=updates)
     args = SimpleNamespace(temperature=1.0, repetition_penalty=1.0, generation_kwargs=None)
-    used = SimpleNamespace(version=trainer.version)
-    generation = SimpleNamespace(version=trainer.version, used=used, **vars(args))
+    version = trainer.version
+    generation = SimpleNamespace(version=version, used_version=version, **vars(args))
     DivergenceMonitor(host, args, generation).check(output)
 
 

@@ -11,7 +11,7 @@ from trl_multinode.engine.client import Rollout
 from trl_multinode.engine.stream import Peeking, Request
 from trl_multinode.errors import EngineStalledError, WeightVersionError
 from trl_multinode.rollouts.groups import SEED_BITS, Group, OpenGroups
-from trl_multinode.rollouts.recorded import Recorded, joined
+from trl_multinode.rollouts.recorded import joined_output
 from trl_multinode.rollouts.recorded_groups import RecordedGroups
 from trl_multinode.wire.messages import WeightVersion
 
@@ -258,17 +258,9 @@ def test_the_thread_of_a_dropped_group_ends_and_leaves_a_new_group_of_its_id_alo
 
 def test_a_group_whose_rollout_func_gave_no_mask_has_one_beside_a_group_with_one():
     """TRL counts the tokens of every row's mask."""
-    outputs = [{"env_mask": [[1, 0]]}, {}, {"env_mask": None}]
-    groups = [
-        Recorded(
-            [{}],
-            ["a"],
-            ["b"],
-            [[5, 6]],
-            [],
-            output={"prompt_ids": [[1]], "completion_ids": [[5, 6]]} | output,
-        )
-        for output in outputs
+    outputs = [
+        {"prompt_ids": [[1]], "completion_ids": [[5, 6]]} | more
+        for more in ({"env_mask": [[1, 0]]}, {}, {"env_mask": None})
     ]
-    assert joined(groups).output["env_mask"] == [[1, 0], [1, 1], [1, 1]]
-    assert joined(groups[2:] * 2).output["env_mask"] is None
+    assert joined_output(outputs)["env_mask"] == [[1, 0], [1, 1], [1, 1]]
+    assert joined_output(outputs[2:] * 2)["env_mask"] is None

@@ -17,7 +17,7 @@ from trl_multinode.host.updates import Updates
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.rollouts.monitor import DivergenceMonitor, settings_not_scored
-from trl_multinode.rollouts.rounds import RoundRollouts
+from trl_multinode.rollouts.recorded import Turn
 from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
 from trl_multinode.run.topology import Topology
 from trl_multinode.weights.probe import divergence_limit
@@ -52,7 +52,9 @@ def monitor(args, dtype=torch.float32) -> DivergenceMonitor:
         name: getattr(args, name)
         for name in ("temperature", "repetition_penalty", "generation_kwargs")
     }
-    generation = SimpleNamespace(version=WeightVersion(4, 12), used=made(), **sampling)
+    generation = SimpleNamespace(
+        version=WeightVersion(4, 12), used_version=made().version, **sampling
+    )
     return DivergenceMonitor(Host(args, dtype), args, generation)
 
 
@@ -335,13 +337,13 @@ OLD = [[-3.0, -3.0, 0.0, 0.0], [-3.0] * 4]  # the older weights'
 MASK = [[1, 1, 0, 0], [1] * 4]
 
 
-def made(prompt=PROMPT) -> RoundRollouts:
+def made(prompt=PROMPT) -> Turn:
     old = WeightVersion(3, 11)
     rows = [
         Rollout(np.arange(10, 10 + n, dtype=np.int32), np.full(n, -3.0, np.float32), old, 0)
         for n in LENGTHS
     ]
-    return RoundRollouts([prompt] * 2, rows, old)
+    return Turn([prompt] * 2, rows)
 
 
 def stale_monitor(args, engines: Engines) -> DivergenceMonitor:

@@ -115,23 +115,23 @@ class Engines(StubEngines):
 def ending(run: "Run", end: Callable[[], None]) -> Iterator[None]:
     """End rows while `run` waits for groups: all have begun by then, and reach the engine at any time."""
     groups, done = run.rounds.groups, threading.Event()
-    wait_for = groups.wait_for
+    take = groups.take
 
     def loop() -> None:
         while not done.wait(0.02):
             end()
 
-    def wait_while_rows_end(*what):
+    def take_while_rows_end(*what):
         thread = threading.Thread(target=loop)
         thread.start()
         try:
-            return wait_for(*what)
+            return take(*what)
         finally:
             done.set()
             thread.join()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "wait_for", wait_while_rows_end)
+        patch.setattr(groups, "take", take_while_rows_end)
         yield
 
 

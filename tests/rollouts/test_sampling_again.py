@@ -247,7 +247,7 @@ class Rank:
         assert len(rows) == self.quota * SIZE
         rounds.add_update(version, trains=True)
         rounds.begin_following(version)
-        assert all(group.rows_to_train == group.inputs for group in rounds.taken)
+        assert all(group.recorded.inputs == group.inputs for group in rounds.taken)
         assert max(number - group.begun for group in rounds.taken) <= self.max_age
         return {
             (one.number, self.first + one.place): one.inputs[0]["prompt"] for one in rounds.taken
@@ -308,7 +308,7 @@ def test_groups_and_tokens_that_were_dropped_are_counted_and_logged():
     )
     assert not rank.again.take_counts()
     meter = StalenessMeter(SimpleNamespace())
-    meter.add(counts)
+    meter.add(**counts)
     found = summarize_rounds([meter.take((0.0, 0.0), np.zeros((0, 4)))], [0.0])
     assert found["dynamic_sampling/dropped_share"] == dropped / groups
     assert found["dynamic_sampling/extra_tokens"] == dropped_tokens / tokens
@@ -331,7 +331,8 @@ def test_an_attempt_has_rows_of_its_own_and_the_last_one_is_kept():
             group.inputs[0] is not group.inputs[1]
             and group.inputs[0]["extra"] is not group.inputs[1]["extra"]
         )
-    assert seen == [DATASET[again.index_of(2, 1, attempt)]["prompt"] for attempt in (1, 2, 3)]
+    drawn = [drawn_index(SEED, 2, 1, attempt, len(DATASET)) for attempt in (1, 2, 3)]
+    assert seen == [DATASET[index]["prompt"] for index in drawn]
     assert group.attempt == MOST and group.inputs[0]["prompt"] == seen[-1]
 
 

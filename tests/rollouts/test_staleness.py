@@ -120,9 +120,9 @@ def test_the_effective_sample_size_is_that_of_the_samplers_tokens_or_sequences(m
 def test_the_share_of_nan_is_that_of_the_trained_tokens_of_all_ranks():
     first, second = meter(), meter()
     assert "logprobs/nan_share" not in metrics(first, second)
-    first.add_checked(100, 1)
-    second.add_checked(200, 0)
-    second.add_checked(100, 1)
+    first.add(trained_tokens=100, nan_tokens=1)
+    second.add(trained_tokens=200, nan_tokens=0)
+    second.add(trained_tokens=100, nan_tokens=1)
     assert metrics(first, second)["logprobs/nan_share"] == 2 / 400
     assert "logprobs/nan_share" not in metrics(first, second)  # taken
 

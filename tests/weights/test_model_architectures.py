@@ -14,7 +14,7 @@ from multinode_kit.architectures import model_for
 from multinode_kit.engines import FORKED, SyncDriver, running_engines, worst_difference
 from trl_multinode.engine.stream import Request
 from trl_multinode.errors import EngineError
-from trl_multinode.rollouts.requests import requests_of
+from trl_multinode.rollouts.requests import merged, requests_of
 from trl_multinode.rollouts.rows import raw_image
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
@@ -109,9 +109,9 @@ class Illustrated(SyncDriver):
 
     def rows(self):
         prompts = [inputs["input_ids"][0].tolist() for inputs in self.inputs for _ in range(2)]
-        requests = requests_of(
-            prompts, [p for p in self.pictures for _ in range(2)], [*range(11, 11 + len(prompts))]
-        )
+        pictures = [p for p in self.pictures for _ in range(2)]
+        seeds = [*range(11, 11 + len(prompts))]
+        requests = merged(requests_of(prompts, pictures, seeds))
         assert [len(request.images) for request in requests] == [1, 0, 1, 2]
         return self.engines.generate(requests, 12, SAMPLING | WITHOUT_PICTURES, self.version.update)
 

@@ -100,12 +100,6 @@ class Plan:
         by_rank = widths.transpose(2, 1, 0)
         return rows, by_rank.reshape(self.ranks, self.micro_steps)
 
-    def lock_step_efficiency(self) -> float:
-        """Return the mean cost of a rank divided by the summed cost of each micro-step's most expensive bin."""
-        costs = self.costs()
-        lock_step = len(costs) * costs.max(axis=0).sum()
-        return float(costs.sum() / lock_step)
-
 
 def cost(rows: int | np.ndarray, width: int | np.ndarray, linear: int) -> Any:
     """Return the work of a micro-batch, up to a constant factor: `rows * width * (linear + width)`.

@@ -79,7 +79,12 @@ def join_rows(
         raise ValueError(
             f"Rows of a micro-batch differ in {sorted(different)}. Unset `micro_batch_tokens`."
         )
-    batch = _joined_prompts([row["prompt_ids"] for row in rows], pad_token_id)
+    prompts = [row["prompt_ids"] for row in rows]
+    masks = list(map(torch.ones_like, prompts))
+    batch = {
+        "prompt_ids": pad_sequence(prompts, True, pad_token_id, padding_side="left"),
+        "prompt_mask": pad_sequence(masks, True, 0, padding_side="left"),
+    }
     for name in rows[0]:
         if name == "prompt_ids":
             continue
@@ -93,15 +98,6 @@ def join_rows(
         [torch.ones_like(row["completion_ids"]) for row in rows], 0
     )
     return batch
-
-
-def _joined_prompts(prompts: list[torch.Tensor], pad_token_id: int) -> dict[str, torch.Tensor]:
-    return {
-        "prompt_ids": pad_sequence(prompts, True, pad_token_id, padding_side="left"),
-        "prompt_mask": pad_sequence(
-            list(map(torch.ones_like, prompts)), True, 0, padding_side="left"
-        ),
-    }
 
 
 def _two_columns(values: list[torch.Tensor], fill: float) -> torch.Tensor:

@@ -233,7 +233,7 @@ class Balance:
         # slices of this optimizer step; TRL may use these objects again
         self.slices: list[Tensors] = []
         self.metrics = LocalMetrics()
-        self.dealer.take_moved()
+        self.dealer.exchange.take_moved()
 
     @contextlib.contextmanager
     def rehearsing(self, rows: int) -> Iterator[None]:
@@ -332,7 +332,7 @@ class Balance:
         costs = np.concatenate([share.plan.costs() for share in shares], axis=1)
         cheapest_rank, lock_step = costs.sum(axis=1).min(), costs.max(axis=0).sum()
         slots = np.concatenate([share.plan.slots() for share in shares], axis=1)
-        moved, crossed = self.dealer.take_moved()
+        moved, crossed = self.dealer.exchange.take_moved()
         values = {
             "real_token_share": float(sum(share.sizes.sum() for share in shares) / slots.sum()),
             "mean_rows": sum(len(share.sizes) for share in shares) / costs.size,

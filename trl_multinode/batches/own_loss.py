@@ -4,7 +4,7 @@ Balanced micro-batches and rounds ahead are exact for TRL's losses. A subclass m
 importance ratio out, and no tensor shows that.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import ConfigurationError
@@ -94,33 +94,20 @@ class _Watched(dict):
     """Batch that notes whether its importance ratio was read. A copy of the batch may be read unseen, and counts."""
 
     read = False
+    # through `__getitem__`, unlike those of `dict`
+    get, items, values = Mapping.get, Mapping.items, Mapping.values  # type: ignore[assignment]
 
     # without it `{**batch}` would copy the entries below these methods
-    def __iter__(
-        self,
-    ) -> Iterator:
+    def __iter__(self) -> Iterator:
         return super().__iter__()
-
-    def items(self) -> Any:
-        self.read = True
-        return super().items()
-
-    def values(self) -> Any:
-        self.read = True
-        return super().values()
-
-    def copy(self) -> dict:
-        self.read = True
-        return super().copy()
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        self.read |= key == RATIO
-        return super().pop(key, *default)
 
     def __getitem__(self, key: Any) -> Any:
         self.read |= key == RATIO
         return super().__getitem__(key)
 
-    def get(self, key: Any, default: Any = None) -> Any:
+    def pop(self, key: Any, *default: Any) -> Any:
         self.read |= key == RATIO
-        return super().get(key, default)
+        return super().pop(key, *default)
+
+    def copy(self) -> dict:
+        return {**self}

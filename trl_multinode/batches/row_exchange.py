@@ -43,6 +43,8 @@ class RowExchange:
             peers = np.arange(world)[:, None]
         self._between = Hop(peers, self.rank, device)
         self._within = Hop(nodes, self.rank, device)
+        # sums over all ranks since `take_moved`; the second between nodes only
+        self._moved_bytes, self._crossed_bytes = 0, 0
 
     def all_lengths(self, mine: torch.Tensor) -> np.ndarray:
         """Gather the prompt and completion tokens of all ranks' rows, shape `(world_size, rows, 2)`.
@@ -79,10 +81,19 @@ class RowExchange:
         """
         first_of_node = targets - targets % self._per_node
         via = first_of_node + sources % self._per_node
+        crosses = sources // self._per_node != targets // self._per_node
+        self._moved_bytes += 4 * int(sizes[sources != targets].sum())
+        self._crossed_bytes += 4 * int(sizes[crosses].sum())
         held = records | self._between.move(records, sizes, sources, via)
         held |= self._within.move(held, sizes, via, targets)
         arrived = np.flatnonzero((targets == self.rank) & (sources != self.rank))
         return {row: held[row] for row in arrived.tolist()}
+
+    def take_moved(self) -> tuple[int, int]:
+        """Return the bytes that moved between ranks, and between nodes, since the last call."""
+        moved = self._moved_bytes, self._crossed_bytes
+        self._moved_bytes, self._crossed_bytes = 0, 0
+        return moved
 
 
 class Hop:

@@ -53,7 +53,7 @@ class RowDealer:
         self._cap = settings.micro_batch_tokens
         self._longest_completion = trainer.args.max_completion_length
         self._topology = Topology.from_environment()
-        self._exchange = RowExchange(
+        self.exchange = RowExchange(
             self._topology, settings.balance_across, trainer.accelerator.device
         )
         self._linear = 6 * trainer.model.config.get_text_config().hidden_size
@@ -63,24 +63,17 @@ class RowDealer:
             {"importance_sampling_ratio"} if per_sequence else set()
         )
         self._planned_lengths = np.empty(0)  # of `_last_plan`
-        # sums over all ranks since `take_moved`; the second between nodes only
-        self._moved_bytes, self._crossed_bytes = 0, 0
-
-    @property
-    def across(self) -> int:
-        """Number of ranks between which rows move."""
-        return self._exchange.across
 
     def share(self, inputs: list[Tensors]) -> Share:
         """Plan the rows of all ranks, exchange them, and return this rank's share."""
-        table = self._exchange.all_lengths(torch.cat([lengths(part) for part in inputs]))
+        table = self.exchange.all_lengths(torch.cat([lengths(part) for part in inputs]))
         padded = -(-table.sum(2) // self._multiple) * self._multiple
         self._check(padded)
-        share = Share(self._plan(padded), table.reshape(-1, 2), self._exchange.rank, inputs[0])
+        share = Share(self._plan(padded), table.reshape(-1, 2), self.exchange.rank, inputs[0])
         own = [row for part in inputs for row in cut_rows(part, self.per_token)]
         rows = dict(zip(share.own, own, strict=True))
         rows |= self._exchanged(rows, share)
-        for numbers in share.plan.bins(self._exchange.rank):
+        for numbers in share.plan.bins(self.exchange.rank):
             share.steps.append({number: rows[number] for number in numbers})
         return share
 
@@ -94,10 +87,9 @@ class RowDealer:
         record_sizes = share.sizes[:, 0] + len(in_row) * share.sizes[:, 1] + others
         leaving = {}
         for number, row in rows.items():
-            if share.targets[number] != self._exchange.rank:
+            if share.targets[number] != self.exchange.rank:
                 leaving[number] = row_to_record(row)
-        arrived = self._exchange.move(leaving, record_sizes, share.owners, share.targets)
-        self._count(record_sizes, share)
+        arrived = self.exchange.move(leaving, record_sizes, share.owners, share.targets)
         return {
             number: record_to_row(record, like, share.sizes[number], self.per_token)
             for number, record in arrived.items()
@@ -107,33 +99,20 @@ class RowDealer:
         """Send values per completion token to the ranks that hold the rows; return those of this rank's own rows."""
         records = {}
         for number, of_row in values.items():
-            if share.owners[number] != self._exchange.rank:
+            if share.owners[number] != self.exchange.rank:
                 records[number] = row_to_record({"values": of_row})
         sizes = share.sizes[:, 1]
-        back = self._exchange.move(records, sizes, share.targets, share.owners)
-        self._count(sizes, share)
+        back = self.exchange.move(records, sizes, share.targets, share.owners)
         return {number: record.view(torch.float32) for number, record in back.items()}
-
-    def take_moved(self) -> tuple[int, int]:
-        """Return the bytes that moved between ranks, and between nodes, since the last call."""
-        moved = self._moved_bytes, self._crossed_bytes
-        self._moved_bytes, self._crossed_bytes = 0, 0
-        return moved
 
     def _plan(self, padded: np.ndarray) -> Plan:
         """Plan rows of these lengths. The passes of the old and the reference log-probs share a plan."""
         if not np.array_equal(self._planned_lengths, padded):
             self._last_plan = plan_micro_steps(
-                padded, self._exchange.across, self._cap, self._linear
+                padded, self.exchange.across, self._cap, self._linear
             )
             self._planned_lengths = padded
         return self._last_plan
-
-    def _count(self, sizes: np.ndarray, share: "Share") -> None:
-        """Add the bytes of all records that left their rank; every rank has the sizes of all."""
-        per_node, owners = self._topology.ranks_per_node, share.owners
-        self._moved_bytes += 4 * int(sizes[share.targets != owners].sum())
-        self._crossed_bytes += 4 * int(sizes[share.targets // per_node != owners // per_node].sum())
 
     def _check(self, padded: np.ndarray) -> None:
         """Raise on every rank if any row is too long; every rank has all lengths."""

@@ -44,9 +44,6 @@ class Rehearsal(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.run()
-
-    def run(self) -> None:
         """Rehearse generation and training. A collective of all training ranks.
 
         Raises:

@@ -5,6 +5,7 @@ Generation and rewards take each rank its own time, and the collective after the
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from ..libraries import replaced
@@ -24,16 +25,11 @@ def aligned_before_gather(owner: Any, align: Callable[[], None]) -> Iterator[Non
         align (`Callable[[], None]`):
             Function that waits for the other ranks.
     """
-    with replaced(owner, "gather", _after(align, owner.gather)):
-        yield
-
-
-def _after(align: Callable[[], None], gather: Callable) -> Callable:
-    pending = [align]
+    meet_once, gather = cache(align), owner.gather
 
     def gather_aligned(*args: Any, **kwargs: Any) -> Any:
-        while pending:
-            pending.pop()()
+        meet_once()
         return gather(*args, **kwargs)
 
-    return gather_aligned
+    with replaced(owner, "gather", gather_aligned):
+        yield

@@ -20,10 +20,10 @@ from ..run.reporter import report
 from ..weights.timings import SyncTimings
 from ..wire.messages import WeightVersion
 from .groups import Group
-from .recorded import Recorded
+from .recorded import Recorded, Turn
 from .recorded_groups import RecordedGroups
-from .requests import Prompts, check_lengths, check_logprobs, requests_of
-from .rounds import BatchAhead, RoundRollouts, rounds_of
+from .requests import Prompts, check_lengths, check_logprobs, merged, requests_of
+from .rounds import BatchAhead, rounds_of
 from .rows import trls_rows
 from .seeds import RowSeeds
 from .stand_in import Ask
@@ -115,9 +115,9 @@ class NodeGeneration:
             check_logprobs(self.engines, self.sampling, str(host.topology))
         self.rows: list[Rollout] = []  # completions of the last `generate` call
         # completions of the round's first `generate` call
-        self.used = RoundRollouts([], [], self.version)
+        self.used, self.used_version = Turn([], []), self.version
         # called before the next round's requests are sent
-        self.on_stale: Callable[[RoundRollouts], None] = lambda made: None
+        self.on_stale: Callable[[Turn], None] = lambda made: None
         self.on_generated: Callable[[], None] | None = None  # called at the end of every `generate`
         self.begin_round("train", 0)
 
@@ -203,19 +203,17 @@ class NodeGeneration:
                 Function that returns the batch so many rounds ahead, and its prompts; `None` if none follows.
         """
         assert self.rounds is not None
-        num_groups = num_rows // group_size
-        self.rounds.begin_round(
-            self._number, num_groups, group_size, partial(self._checked_batch, batch_ahead)
-        )
+        checked = partial(self._checked_batch, batch_ahead)
+        self.rounds.begin_round(self._number, num_rows // group_size, group_size, checked)
         if self.rounds.must_sync:
             self.sync_weights()
             self._begin_following()
         if not (self.rounds.groups.ids or self._host.settings.in_flight):
             return None
         with self._phases("generate"):
-            while self.rounds.groups.wait_for(num_groups, self._number):
+            while (rows := self.rounds.take()) is None:
                 self._recover()
-            return self.rounds.take()
+            return rows
 
     def _checked_batch(self, batch_ahead: BatchAhead, rounds: int) -> tuple[Batch, Prompts] | None:
         found = batch_ahead(rounds)
@@ -237,15 +235,14 @@ class NodeGeneration:
         if self.rounds is not None:
             ages = self.rounds.ages(self.version)
             return ages.rounds_mean, ages.steps_mean
-        version = self.used.version
-        return int(version != self.version), self._host.step() - version.step
+        return int(self.stale), self._host.step() - self.used_version.step
 
     @property
     def stale(self) -> bool:
         """Return whether older weights took part in the current round's completions, if only by their caches."""
         if self.rounds is not None:
             return self.rounds.stale(self.version)
-        return self.used.version != self.version
+        return self.used_version != self.version
 
     def weights_changed(self) -> None:
         """Make the next sync send all weights, frozen ones too, because they changed without an optimizer step. All
@@ -393,26 +390,21 @@ class NodeGeneration:
     def _first_call(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         """Return this round's completions, made ahead if possible, and submit the next round's prompts."""
         self._takes_ahead = False
-        if self.rounds is None:
-            return self._first_fresh(prompts, images)
-        made = self.rounds.made(prompts)
+        made = None if self.rounds is None else self.rounds.made(prompts)
         if made is None or (any(images or ()) and made.images is None):
-            self.rounds.taken = []
-            rows = self._first_fresh(prompts, images)
+            if self.rounds is not None:
+                self.rounds.taken = []
+            rows = self._fresh(prompts, images)
+            self.used, self.used_version = Turn(prompts, rows), self.version
         else:
             self.seeds.of_call(prompts)  # count the rows made ahead as the round's first call
             self._use(made)
-            rows = made.rows
-        self._begin_following()
-        return rows
+        if self.rounds is not None:
+            self._begin_following()
+        return self.used.rows
 
-    def _first_fresh(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
-        rows = self._fresh(prompts, images)
-        self.used = RoundRollouts(prompts, rows, self.version)
-        return rows
-
-    def _use(self, made: RoundRollouts) -> None:
-        self.used = made
+    def _use(self, made: Turn) -> None:
+        self.used, self.used_version = made, made.version
         if self.stale:  # it is not if both rounds belong to one optimizer step
             self.on_stale(made)
 
@@ -438,7 +430,7 @@ class NodeGeneration:
     def _fresh(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         """Return completions of exactly the current weights, in row order."""
         version = self.version  # a recovery inside may send newer ones
-        requests = requests_of(prompts, images, self.seeds.of_call(prompts))
+        requests = merged(requests_of(prompts, images, self.seeds.of_call(prompts)))
         groups = self.engines.generate(
             requests, self.max_completion_length, self.sampling, version.update
         )

@@ -21,7 +21,8 @@ from ..engine.client import Rollout
 from ..engine.stream import GroupId, Request, RequestStream
 from ..errors import RolloutError
 from ..wire.messages import VersionSpan
-from .recorded import Recorded
+from .recorded import Recorded, Turn
+from .requests import merged
 
 SEED_BITS = 41  # a row's own seed is below 2**40 plus the number of its row
 
@@ -89,14 +90,9 @@ class Group:
         return f"train, attempt {self.attempt}" if self.attempt else "train"
 
     @property
-    def rows_to_train(self) -> list[dict[str, Any]]:
-        """Rows of the dataset that a complete group is about."""
-        return self.inputs if self.recorded is None else self.recorded.inputs
-
-    @property
-    def first_rows(self) -> list[Rollout]:
-        """Completions of a complete group, those of the first turn."""
-        return self.rows if self.recorded is None else self.recorded.first_turn.rows
+    def first_turn(self) -> Turn:
+        """Prompts and completions of a complete group, those of the first turn."""
+        return Turn(self.prompts, self.rows) if self.recorded is None else self.recorded.first_turn
 
     @property
     def rows(self) -> list[Rollout]:
@@ -107,62 +103,34 @@ class Group:
         assert len(rows) == len(self.rollouts), f"group {self.id} is not complete"
         return rows
 
-    @property
-    def images(self) -> list[list | None]:
-        """PIL images of the first turn of a complete group, per row."""
-        images = None if self.recorded is None else self.recorded.first_turn.images
-        return images or [None] * len(self.prompts)
-
-    def missing(self, one_by_one: bool = True) -> list[Request]:
-        """Return requests for the rows that have no completion.
-
-        Args:
-            one_by_one (`bool`, *optional*, defaults to `True`):
-                Request each row by itself, so that a checkpoint can read how far it is. Otherwise equal consecutive
-                rows are one request, which costs a third of the rank's CPU time.
-        """
-        requests: list[Request] = []
-        for row in [row for row, rollout in enumerate(self.rollouts) if rollout is None]:
-            request = self._request(row)
-            if one_by_one or not (requests and _continues(requests[-1], request)):
-                requests.append(request)
-            else:
-                requests[-1] = replace(
-                    requests[-1], num_completions=requests[-1].num_completions + 1
-                )
-        return requests
+    def missing(self) -> list[Request]:
+        """Return a request for each row that has no completion."""
+        rows = [row for row, rollout in enumerate(self.rollouts) if rollout is None]
+        return list(map(self._request, rows))
 
     def _request(self, row: int) -> Request:
         seed = None if self.seeds is None else self.seeds[row]
-        if (begun := self.begun_rows[row]) is None:
-            return Request(
-                self.prompts[row],
-                seed=seed,
-                min_update=self.min_update,
-                group=self.id,
-                row=row,
-                max_tokens=self.max_tokens,
-            )
-        num_made = len(begun.tokens)
-        # with its own seed, the row would draw the noise of its first tokens again
-        if seed is not None:
-            seed += num_made << SEED_BITS
-        tokens = [*self.prompts[row], *begun.tokens.tolist()]
+        tokens, num_made = self.prompts[row], 0
+        if (begun := self.begun_rows[row]) is not None:
+            num_made = len(begun.tokens)
+            tokens = [*tokens, *begun.tokens.tolist()]
+            # with its own seed, the row would draw the noise of its first tokens again
+            if seed is not None:
+                seed += num_made << SEED_BITS
         return Request(
-            tokens, seed=seed, min_update=self.min_update, group=self.id, row=row, num_made=num_made
+            tokens,
+            seed=seed,
+            min_update=self.min_update,
+            group=self.id,
+            row=row,
+            num_made=num_made,
+            max_tokens=self.max_tokens,
         )
 
     def end_row(self, row: int, rollout: Rollout) -> None:
         """Store a completion, or the rest of one that was begun."""
         self.rollouts[row] = joined(self.begun_rows[row], rollout)
         self.begun_rows[row] = None  # a further checkpoint would count it as a row that continues
-
-
-def _continues(request: Request, following: Request) -> bool:
-    """Return whether a request for one row can be the next completion of another request."""
-    count = request.num_completions
-    is_next = following.row == request.row + count and following.prompt == request.prompt
-    return is_next and (request.seed is None or following.seed == request.seed + count)
 
 
 def joined(begun: Rollout | None, rest: Rollout) -> Rollout:
@@ -189,7 +157,8 @@ class OpenGroups:
         check (`Callable[[Rollout, int], None]`, *optional*):
             Function that raises if a row must not be used. It gets the row and the update of its submission.
         one_by_one (`bool`, *optional*, defaults to `True`):
-            Whether each row is a request, as [`Group.missing`] has it.
+            Request each row by itself, so that a checkpoint can read how far it is. Otherwise equal consecutive rows
+            are one request, which costs a third of the rank's CPU time.
     """
 
     def __init__(
@@ -253,9 +222,9 @@ class OpenGroups:
         return num_continued, self._begin(list(self._open.values())) - num_continued
 
     def _begin(self, groups: list[Group]) -> int:
-        requests = [request for group in groups for request in group.missing(self._one_by_one)]
-        self._send(requests)
-        return sum(request.num_completions for request in requests)
+        requests = [request for group in groups for request in group.missing()]
+        self._send(requests if self._one_by_one else merged(requests))
+        return len(requests)
 
     def _send(self, requests: list[Request]) -> None:
         with self._changed:
@@ -266,22 +235,6 @@ class OpenGroups:
                     target=self._collect, name="open-groups", daemon=True
                 )
                 self._thread.start()
-
-    def wait_for(self, count: int, number: int) -> bool:
-        """Wait until `take` with these arguments would return, or until no engine is left for the rows.
-
-        Returns:
-            `bool`: whether no engine is left.
-        """
-        with self._changed:
-            # else the wait would never end, and no request would have a deadline
-            if count > len(self._open):
-                raise RolloutError(
-                    f"Round {number} trains {count} groups and only {len(self._open)} were begun. A subclass or a "
-                    "callback changes the batches between the dataloader and the trainer; use `max_staleness=0`."
-                )
-            self._wait_until(lambda: self._may_take(count, number) or self._stream.stopped)
-            return not self._may_take(count, number)
 
     def wait_for_all(self) -> bool:
         """Wait until all open groups are complete, or until no engine is left for their rows.
@@ -304,18 +257,29 @@ class OpenGroups:
     def _all_complete(self) -> bool:
         return len(self._complete()) == len(self._open)
 
-    def take(self, count: int, number: int) -> list[Group]:
+    def take(self, count: int, number: int) -> list[Group] | None:
         """Remove and return the `count` oldest complete groups, in the order of their ids; wait for them.
 
         Groups that are due in round `number` or earlier are waited for. The wait fails when an engine makes no token
         for `engine_stall_timeout` seconds.
 
+        Returns:
+            `list[Group]`, *optional*: `None` if no engine is left for their rows.
+
         Raises:
+            `RolloutError`: if fewer groups are open.
             `EngineError` or `WeightVersionError`: the error that stopped the thread.
         """
         with self._changed:
-            assert count <= len(self._open), f"{count} groups to take, {len(self._open)} open"
-            self._wait_until(lambda: self._may_take(count, number))
+            # else the wait would never end, and no request would have a deadline
+            if count > len(self._open):
+                raise RolloutError(
+                    f"Round {number} trains {count} groups and only {len(self._open)} were begun. A subclass or a "
+                    "callback changes the batches between the dataloader and the trainer; use `max_staleness=0`."
+                )
+            self._wait_until(lambda: self._may_take(count, number) or self._stream.stopped)
+            if not self._may_take(count, number):
+                return None
             return [self._open.pop(group.id) for group in self._complete()[:count]]
 
     def _may_take(self, count: int, number: int) -> bool:
@@ -391,7 +355,7 @@ class OpenGroups:
         self._error = None
 
     def take_counts(self) -> Counter[str]:
-        """Return the number of rows that ended since the last call, and of their tokens."""
+        """Return the counts since the last call: rows that ended and their tokens, and what `Rounds` adds."""
         with self._changed:
             counts, self.counts = self.counts, Counter()
         return counts

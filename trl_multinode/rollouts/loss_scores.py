@@ -218,7 +218,7 @@ class LossScores:
             if is_ours:
                 tokens = int(mine.tokens)
                 self._monitor.judge_sums(mine.present, mine.asked, tokens, int(mine.nan_trainer))
-                self._meter.add_checked(tokens, int(mine.nan_any))
+                self._meter.add(trained_tokens=tokens, nan_tokens=mine.nan_any)
 
     def _log(self, sums: list["Sums"], extremes: list["Extremes"]) -> None:
         """Add TRL's metrics of a round: of each rank, then the mean, the least or the greatest of all ranks."""

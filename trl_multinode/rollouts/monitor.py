@@ -11,7 +11,8 @@ from ..run.reporter import warn
 from ..wire.messages import WeightVersion
 from ..wire.sampling import TRUNCATING
 from .generation import NodeGeneration
-from .rounds import NEUTRAL, RoundRollouts
+from .recorded import Turn
+from .rounds import NEUTRAL
 from .rows import raw_image
 
 NAN_LIMIT = 0.01  # share of a rank's trained tokens
@@ -74,7 +75,7 @@ class DivergenceMonitor:
         """Limit for the mean difference per token; 0 if the check is off. Its first use is in the first round."""
         return self._host.updates.divergence_limit
 
-    def check(self, output: dict, stale: bool = False) -> tuple[int, int]:
+    def check(self, output: dict, stale: bool = False, in_losses: bool = False) -> tuple[int, int]:
         """Raise if the log-probs of engine and trainer differ too much on this rank, or if too many are NaN.
 
         Args:
@@ -83,6 +84,9 @@ class DivergenceMonitor:
             stale (`bool`, *optional*, defaults to `False`):
                 True if older weights made these completions, so that their log-probs do not test the engine's current
                 weights. The difference is then that of the row whose score `ask` requested, if any.
+            in_losses (`bool`, *optional*, defaults to `False`):
+                True if the losses will have the trainer's log-probs, for `judge_sums`. This check is then of NaN from
+                the engine only.
 
         Returns:
             Number of trained tokens, and of those whose log-prob is NaN.
@@ -91,38 +95,27 @@ class DivergenceMonitor:
             `LogprobDivergenceError`: if the mean difference exceeds the limit, or if more than 1 % of the trained
                 tokens have a NaN log-prob; the message names node, rank and weight version.
         """
-        self._follow_settings()
+        if self.limit:
+            self._turn_off_for(self._generation)  # a callback may have changed its settings
         # once, because it makes the host wait for the device
         trained = trained_mask(output).nonzero(as_tuple=True)
         scores = {
             side: output[key][trained].float() for side, key in SIDES.items() if key in output
         }
         counts = check_nan(
-            self._where, scores, self._generation.used.version, self._generation.version
+            self._where, scores, self._generation.used_version, self._generation.version
         )
-        if len(scores) < len(SIDES):
-            if self.limit:
-                warn(
-                    "The log-prob check of the engines is off, because vllm_importance_sampling_correction is False."
-                )
-                self.limit = 0.0
-        else:
+        if len(scores) == len(SIDES):
             present = self.present_logps(output, stale)[trained]
             difference = (scores["trainer"] - present).abs()
             # 0 if there is no number
             self._judge(difference.nanmean().nan_to_num(posinf=float("inf")).item())
+        elif self.limit and not in_losses:
+            warn(
+                "The log-prob check of the engines is off, because vllm_importance_sampling_correction is False."
+            )
+            self.limit = 0.0
         return counts
-
-    def _follow_settings(self) -> None:
-        if self.limit:
-            self._turn_off_for(self._generation)  # a callback may have changed its settings
-
-    def check_engine(self, output: dict) -> None:
-        """Raise if too many log-probs of the engine are NaN, before the losses have those of the trainer."""
-        self._follow_settings()
-        trained = trained_mask(output).bool()
-        scores = {"engine": output[SIDES["engine"]][trained]}
-        check_nan(self._where, scores, self._generation.used.version, self._generation.version)
 
     def present_logps(self, output: dict, stale: bool) -> torch.Tensor:
         """
@@ -165,7 +158,7 @@ class DivergenceMonitor:
                 "supports reloading this architecture; `logprob_divergence_limit` sets the limit, 0 turns it off."
             )
 
-    def ask(self, made: RoundRollouts) -> None:
+    def ask(self, made: Turn) -> None:
         """Request the score of one of these rows under an engine's current weights; `check` waits for the reply.
 
         Each engine of a node gets it from one rank, and from another one in the next round; with fewer ranks than

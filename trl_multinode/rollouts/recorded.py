@@ -1,14 +1,16 @@
 """Data of a rollout that ran ahead: everything that TRL's code needs when its round is used."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..engine.client import Rollout
 from ..images import images_of
+from ..wire.messages import WeightVersion
 from .upcoming import Batch
 
 Images = list[list | None]  # PIL images of each row
@@ -16,7 +18,7 @@ Images = list[list | None]  # PIL images of each row
 
 @dataclass
 class Turn:
-    """One `generate` call of a rollout.
+    """One `generate` call, of a group or of a rank's whole round.
 
     Args:
         prompts (`list[list[int]]`):
@@ -31,9 +33,13 @@ class Turn:
     rows: list[Rollout]
     images: Images | None = None
 
+    @property
+    def version(self) -> WeightVersion:
+        """The oldest weights that began one of the rows."""
+        return min([row.version for row in self.rows], default=WeightVersion())
 
-@dataclass
-class ToolLoop:
+
+class ToolLoop(NamedTuple):
     """Result of TRL's `_tool_call_loop`: rows in the order of the batch, counts over all of its rows.
 
     Args:
@@ -43,7 +49,7 @@ class ToolLoop:
             Messages of each row, those of tools among them.
         completion_ids (`list[list[int]]`):
             Token ids of each row, those of tools among them.
-        logprobs (`list[list[float]]`, *optional*):
+        logprobs (`list[list[float]]`):
             Log-prob of each token, 0 for tokens of a tool's result.
         calls (`int`), failures (`int`):
             Number of calls of tools, and of those that failed.
@@ -54,7 +60,7 @@ class ToolLoop:
     tool_mask: list[list[int]]
     completions: list[Any]
     completion_ids: list[list[int]]
-    logprobs: list[list[float]] | None
+    logprobs: list[list[float]]
     calls: int
     failures: int
     images: list[list[Any]]
@@ -151,48 +157,17 @@ class Recorded:
         return Turn(self.output["prompt_ids"], rows, images if len(images) == len(rows) else None)
 
 
-def joined(recorded: Sequence[Recorded]) -> Recorded:
-    """Join the groups of a round, in their order. Of the turns only the first ones are joined."""
-    first, turns = recorded[0], [one.first_turn for one in recorded]
-    names = ("inputs", "prompts", "completions", "completion_ids", "environments")
-    return Recorded(
-        **{name: _joined_rows(recorded, name) for name in names},
-        turns=[Turn(_joined_rows(turns, "prompts"), _joined_rows(turns, "rows"))],
-        tools=None if first.tools is None else _joined_loops([one.tools for one in recorded]),
-        output=None if first.output is None else _joined_outputs([one.output for one in recorded]),
-    )
+def joined_loop(loops: Iterable[ToolLoop]) -> ToolLoop:
+    """Join the tool loops of a round's groups: rows follow each other, and counts are summed."""
+    return ToolLoop(*(reduce(add, values) for values in zip(*loops, strict=True)))
 
 
-def _joined_rows(parts: Sequence[Any], name: str) -> Any:
-    """Join an attribute of all parts, which is a list of rows; `None` if they have none."""
-    values = [getattr(part, name) for part in parts]
-    return None if values[0] is None else list(chain.from_iterable(values))
-
-
-def _joined_loops(loops: Sequence[Any]) -> ToolLoop:
-    names = ("tool_mask", "completions", "completion_ids", "logprobs", "images")
-    return ToolLoop(
-        **{name: _joined_rows(loops, name) for name in names},
-        calls=sum(loop.calls for loop in loops),
-        failures=sum(loop.failures for loop in loops),
-    )
-
-
-def _joined_outputs(outputs: Sequence[Any]) -> dict[str, Any]:
+def joined_output(outputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Join results of a `rollout_func`. A value that is no list holds for all rows of its group."""
     if len(outputs) == 1:
         return dict(outputs[0])
-    if any(output.get("env_mask") is not None for output in outputs):
-        outputs = [_with_mask(output) for output in outputs]  # TRL sums the mask of every row
     names = dict.fromkeys(name for output in outputs for name in output)
     return {name: _joined_field(name, outputs) for name in names}
-
-
-def _with_mask(output: dict[str, Any]) -> dict[str, Any]:
-    """Return the result with a mask; all tokens are the model's if the function gave none for its group."""
-    if output.get("env_mask") is not None:
-        return output
-    return {**output, "env_mask": [[1] * len(ids) for ids in output["completion_ids"]]}
 
 
 def _joined_field(name: str, outputs: Sequence[dict[str, Any]]) -> list[Any] | None:
@@ -200,6 +175,9 @@ def _joined_field(name: str, outputs: Sequence[dict[str, Any]]) -> list[Any] | N
         return None
     values: list[Any] = []
     for output in outputs:
-        value = output.get(name)
-        values += value if isinstance(value, list) else [value] * len(output["completion_ids"])
+        value, completions = output.get(name), output["completion_ids"]
+        # TRL sums the mask of every row, and without one all tokens are the model's
+        if value is None and name == "env_mask":
+            value = [[1] * len(ids) for ids in completions]
+        values += value if isinstance(value, list) else [value] * len(completions)
     return values

@@ -4,14 +4,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from ..engine.client import Rollout
-from ..engine.stream import GroupId, Request, RequestStream
+from ..engine.stream import GroupId
 from ..errors import RolloutError
 from .groups import Group, OpenGroups
 from .recorded import Images, Recorded
-from .requests import Prompts
-from .rows import raw_image
+from .requests import Prompts, requests_of
 from .stand_in import Ask
 
 
@@ -29,7 +29,7 @@ class RecordedGroups(OpenGroups):
             second argument with prompts, images, seeds and a limit in tokens for the completions of each turn.
         update (`Callable[[], int]`):
             Function that returns the number of the last weight update, which the engines have or will get.
-        stream ([`RequestStream`]), check (`Callable`):
+        *args:
             Arguments of [`OpenGroups`].
     """
 
@@ -37,10 +37,9 @@ class RecordedGroups(OpenGroups):
         self,
         make: Callable[[Group, Ask], Recorded],
         update: Callable[[], int],
-        stream: RequestStream,
-        check: Callable[[Rollout, int], None] = lambda row, first: None,
+        *args: Any,
     ):
-        super().__init__(stream, check)
+        super().__init__(*args)
         self._make = make
         self._update = update
         self._turns: dict[GroupId, list[Rollout | None]] = {}  # rows of the turns under way
@@ -58,14 +57,13 @@ class RecordedGroups(OpenGroups):
         try:
             recorded = self._make(group, partial(self._ask, group))
             with self._changed:
-                group.prompts = recorded.first_turn.prompts
                 group.recorded = recorded
                 self._changed.notify_all()
         except Dropped:
             pass
         except BaseException as error:  # the main thread raises it in `take`
             with self._changed:
-                if self._error is None and self._open.get(group.id) is group:
+                if self._is_open(group):
                     self._error = error
                 self._changed.notify_all()
 
@@ -79,8 +77,8 @@ class RecordedGroups(OpenGroups):
     ) -> list[Rollout]:
         """Return the completions of one turn of a group. The group's thread calls it."""
         turn: list[Rollout | None] = [None] * len(prompts)
-        update, nothing = self._update(), [None] * len(prompts)
-        rows = zip(prompts, images or nothing, seeds or nothing, strict=True)
+        shared = {"min_update": self._update(), "group": group.id, "max_tokens": max_tokens}
+        requests = list(requests_of(prompts, images, seeds, **shared))
         with self._changed:
             self._check_open(group)
             if group.id in self._turns:
@@ -89,20 +87,7 @@ class RecordedGroups(OpenGroups):
                     "their rows. Call it once with all rows of a turn, or in one thread after the other."
                 )
             self._turns[group.id] = turn
-            self._send(
-                [
-                    Request(
-                        prompt,
-                        seed=seed,
-                        images=tuple(map(raw_image, row_images or ())),
-                        min_update=update,
-                        group=group.id,
-                        row=row,
-                        max_tokens=max_tokens,
-                    )
-                    for row, (prompt, row_images, seed) in enumerate(rows)
-                ]
-            )
+            self._send(requests)
             self._changed.wait_for(lambda: None not in turn or not self._is_open(group))
             # else all groups were dropped, and a new one may have its id
             if self._turns.get(group.id) is turn:
@@ -125,16 +110,7 @@ class RecordedGroups(OpenGroups):
     def snapshot(self) -> list[Group]:
         """Return copies of the open groups, which begin again after a resume: environments cannot be saved."""
         with self._changed:
-            return [
-                replace(
-                    group,
-                    recorded=None,
-                    prompts=[[] for _ in group.inputs],
-                    rollouts=[],
-                    begun_rows=[],
-                )
-                for group in self._open.values()
-            ]
+            return [replace(group, recorded=None) for group in self._open.values()]
 
     def drop(self) -> None:
         super().drop()

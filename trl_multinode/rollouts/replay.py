@@ -1,14 +1,13 @@
 """A recorded round in TRL's code: what ran ahead is not run again, and everything else of the round is TRL's."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from typing import Any
 
 from ..errors import RolloutError
 from ..libraries import replaced
-from .recorded import Recorded, ToolLoop
+from .recorded import Recorded, ToolLoop, joined_loop, joined_output
 
 
 class Observed:
@@ -20,7 +19,7 @@ class Observed:
 
 @contextmanager
 def replayed(
-    trainer: Any, recorded: Recorded, use_first_turns: Callable[[], None]
+    trainer: Any, groups: Sequence[Recorded], use_first_turns: Callable[[], None]
 ) -> Iterator[None]:
     """
     Let TRL's code of one round use recorded rollouts. Every rank opens it, each with its own ones.
@@ -32,58 +31,60 @@ def replayed(
     Args:
         trainer ([`~trl_multinode.MultiNodeGRPOTrainer`]):
             Trainer whose `_generate_and_score_completions` runs inside.
-        recorded ([`Recorded`]):
-            All groups of the round.
+        groups (`Sequence[Recorded]`):
+            All groups of the round, in their order.
         use_first_turns (`Callable`):
             Function that marks the rows as used, where TRL does not call `generate`.
     """
+    loops = [one.tools for one in groups if one.tools is not None]
+    outputs = [one.output for one in groups if one.output is not None]
     with ExitStack() as stack:
-        if recorded.environments is not None:
-            stack.enter_context(replaced(trainer, "_environment_pool", _pools(trainer, recorded)))
-        stack.enter_context(replaced(trainer, "_generate", _with_prompts(trainer, recorded)))
-        if recorded.tools is not None:
-            stack.enter_context(
-                replaced(trainer, "_tool_call_loop", _loop_of(trainer, recorded.tools))
-            )
-        if recorded.output is None:
-            stack.enter_context(
-                replaced(trainer, "_tokenize_prompts", _with_tokens(trainer, recorded))
-            )
+        if groups[0].environments is not None:
+            stack.enter_context(replaced(trainer, "_environment_pool", _pools(trainer, groups)))
+        stack.enter_context(replaced(trainer, "_generate", _with_prompts(trainer, groups)))
+        if loops:
+            loop = _loop_of(trainer, joined_loop(loops))
+            stack.enter_context(replaced(trainer, "_tool_call_loop", loop))
+        if outputs:
+            output = _output_of(joined_output(outputs), use_first_turns)
+            stack.enter_context(replaced(trainer, "rollout_func", output))
         else:
             stack.enter_context(
-                replaced(trainer, "rollout_func", _output_of(recorded.output, use_first_turns))
+                replaced(trainer, "_tokenize_prompts", _with_tokens(trainer, groups))
             )
         yield
 
 
-def _pools(trainer: Any, recorded: Recorded) -> dict[Any, list[Observed]]:
+def _pools(trainer: Any, groups: Sequence[Recorded]) -> dict[Any, list[Observed]]:
     """Return as many stand-ins for each environment as TRL will draw, which resets every one that it draws."""
     several = trainer._multi_environment
-    drawn = Counter(row.get("environment") if several else None for row in recorded.inputs)
+    rows = [row for one in groups for row in one.inputs]
+    drawn = Counter(row.get("environment") if several else None for row in rows)
     return {
         name: [Observed() for _ in range(drawn[name])] for name in trainer.environment_factories
     }
 
 
-def _with_prompts(trainer: Any, recorded: Recorded) -> Callable:
+def _with_prompts(trainer: Any, groups: Sequence[Recorded]) -> Callable:
     generate = trainer._generate
 
     def generate_recorded(prompts: list[Any]) -> tuple:
         # TRL passes this list to the rewards; these have the environments' observations
-        prompts[:] = recorded.prompts
-        if recorded.environments is not None:
-            trainer.environments = recorded.environments
+        prompts[:] = [prompt for one in groups for prompt in one.prompts]
+        if groups[0].environments is not None:
+            trainer.environments = [found for one in groups for found in one.environments or ()]
         return generate(prompts)
 
     return generate_recorded
 
 
-def _with_tokens(trainer: Any, recorded: Recorded) -> Callable:
+def _with_tokens(trainer: Any, groups: Sequence[Recorded]) -> Callable:
     tokenize = trainer._tokenize_prompts
 
     def recorded_tokens(prompts: list[Any]) -> tuple:
         _, images, fields = tokenize(prompts)
-        return recorded.turns[0].prompts, images, fields
+        tokens = [prompt for one in groups for prompt in one.first_turn.prompts]
+        return tokens, images, fields
 
     return recorded_tokens
 
@@ -103,7 +104,7 @@ def _loop_of(trainer: Any, loop: ToolLoop) -> Callable:
                     f"{trainer.host.topology}: row {row} of the round begins with other tokens than its rollout that "
                     "ran ahead. A subclass or a callback changes completions; use `max_staleness=0` with it."
                 )
-        return tuple(getattr(loop, field.name) for field in fields(loop))
+        return loop
 
     return recorded_loop
 

@@ -1,7 +1,7 @@
-"""Requests to engines from the rows of a batch: equal consecutive rows become one request."""
+"""Requests to engines from rows, of which equal consecutive ones may become one request."""
 
-from collections.abc import Iterable, Mapping
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..engine.client import EngineClient
@@ -14,21 +14,39 @@ Prompts = list[list[int]]  # token ids, one row per requested completion
 
 
 def requests_of(
-    prompts: Prompts, images: list[list | None] | None, seeds: list[int] | None
-) -> list[Request]:
-    """Build one request per run of equal rows with consecutive seeds. A fixed stride would fail: a group may
+    prompts: Prompts, images: list[list | None] | None, seeds: list[int] | None, **fields: Any
+) -> Iterator[Request]:
+    """Yield a request for each row. All have `fields`, which are those of [`Request`].
+
+    The requests are not a list, because [`merged`] drops most of their copies of the images.
+    """
+    nothing = [None] * len(prompts)
+    rows = zip(prompts, images or nothing, seeds or nothing, strict=True)
+    for row, (prompt, row_images, seed) in enumerate(rows):
+        raw = tuple(map(raw_image, row_images or ()))
+        yield Request(prompt, seed=seed, images=raw, row=row, **fields)
+
+
+def merged(requests: Iterable[Request]) -> list[Request]:
+    """Make one request of each run of equal rows with consecutive seeds. A fixed stride would fail: a group may
     straddle ranks and nodes."""
-    bases = (
-        [None] * len(prompts) if seeds is None else [seed - row for row, seed in enumerate(seeds)]
-    )
-    rows = list(zip(prompts, images or [None] * len(prompts), bases, strict=True))
-    requests, start = [], 0
-    for (prompt, row_images, base), run in groupby(rows):
-        count = len(list(run))
-        first = None if base is None else base + start
-        requests.append(Request(prompt, count, first, tuple(map(raw_image, row_images or ()))))
-        start += count
-    return requests
+    found: list[Request] = []
+    for request in requests:
+        if found and _continues(found[-1], request):
+            found[-1] = replace(found[-1], num_completions=found[-1].num_completions + 1)
+        else:
+            found.append(request)
+    return found
+
+
+def _continues(request: Request, following: Request) -> bool:
+    """Return whether a request for one row can be the next completion of another request."""
+    count = request.num_completions
+    if (following.group, following.row) != (request.group, request.row + count):
+        return False
+    if (following.prompt, following.images) != (request.prompt, request.images):
+        return False
+    return request.seed is None or following.seed == request.seed + count
 
 
 def check_lengths(prompts: Prompts, limit: int, rank: int, first_row: int = 0) -> None:

@@ -69,20 +69,17 @@ class Call:
 
     def where(self) -> str:
         """Return the frames of the function, the innermost last."""
-        frames = [f"{path}:{line} ({name})" for path, line, name in self._stack()]
+        frames = [f"{one.filename}:{one.lineno} ({one.name})" for one in self._stack()]
         if len(frames) > NAMED_FRAMES:
             frames = [*frames[: NAMED_FRAMES - 1], "...", frames[-1]]
         return f"; it is at {', '.join(frames)}" if frames else ""
 
-    def _stack(self) -> list[tuple[str, int | None, str]]:
+    def _stack(self) -> list[traceback.FrameSummary]:
         if self.coroutine is not None:
-            return [
-                (one.f_code.co_filename, one.f_lineno, one.f_code.co_name)
-                for one in _waiting(self.coroutine)
-            ]
-        stack: list[tuple[str, int | None, str]] = []
+            return traceback.StackSummary.extract(_waiting(self.coroutine))
+        stack: list[traceback.FrameSummary] = []
         for frame in traceback.extract_stack(sys._current_frames().get(self.thread)):
-            stack.append((frame.filename, frame.lineno, frame.name))
+            stack.append(frame)
             if frame.filename.startswith(OWN_FRAMES):
                 stack.clear()
         return stack
@@ -95,11 +92,11 @@ def with_rows(kwargs: dict[str, Any], call: Call) -> dict[str, Any]:
     return kwargs | found
 
 
-def _waiting(coroutine: Any) -> Iterator[FrameType]:
-    """Yield the frames of a chain of coroutines that wait for each other, the innermost last."""
+def _waiting(coroutine: Any) -> Iterator[tuple[FrameType, int]]:
+    """Yield frames and lines of a chain of coroutines that wait for each other, the innermost last."""
     while isinstance(coroutine, CoroutineType):
-        if coroutine.cr_frame is not None:
-            yield coroutine.cr_frame
+        if (frame := coroutine.cr_frame) is not None:
+            yield frame, frame.f_lineno
         coroutine = coroutine.cr_await
 
 

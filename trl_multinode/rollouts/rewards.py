@@ -46,13 +46,11 @@ class RewardCalls(UserCalls):
 
     def limit(self, function: Callable, name: str) -> Callable:
         """Return a reward function whose calls have the limit, and are seen by [`state`]."""
+        checked = functools.partial(as_rewards, str(self.topology), name)
 
         def given(kwargs: dict[str, Any], call: Call) -> dict[str, Any]:
             # lists that know their row cost a reward nothing, but a few libraries take plain lists only
             return kwargs if self.timeout_s is None else with_rows(kwargs, call)
-
-        def checked(rewards: Any, kwargs: dict[str, Any]) -> list[float | None]:
-            return as_rewards(str(self.topology), name, rewards, len(kwargs["prompts"]))
 
         # below this name `user_code.py` finds a user's frame
         def _calculate_rewards(
@@ -60,13 +58,13 @@ class RewardCalls(UserCalls):
         ) -> Any:
             with self.open_call(reward_call(name)) as call:
                 rewards = function(**given(kwargs, call))
-            return checked(rewards, kwargs)
+            return checked(rewards, len(kwargs["prompts"]))
 
         async def _calculate_rewards_async(**kwargs: Any) -> Any:
             with self.open_call(reward_call(name)) as call:
                 call.coroutine = function(**given(kwargs, call))
                 rewards = await call.coroutine
-            return checked(rewards, kwargs)
+            return checked(rewards, len(kwargs["prompts"]))
 
         return _calculate_rewards_async if is_async(function) else _calculate_rewards
 

@@ -17,33 +17,21 @@ waits for as many as it trains. Near the end of an epoch or of the run no batch 
 groups that are open, and every group that was begun is trained exactly once.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..engine.client import Rollout
 from ..engine.stream import RequestStream
 from ..errors import RolloutError, WeightVersionError
 from ..run.reporter import warn
 from ..wire.messages import WeightVersion
 from .groups import Group, OpenGroups
+from .recorded import Turn
 from .token_ages import TokenAges, UpdateLog
 from .upcoming import Batch
 
 # returns the batch that is so many rounds ahead and its prompts as token ids; `None` if none follows
 BatchAhead = Callable[[int], tuple[Batch, list[list[int]]] | None]
-
-
-@dataclass(frozen=True)
-class RoundRollouts:
-    """One rank's completions for one generation round."""
-
-    prompts: list[list[int]]  # token ids, one row per completion
-    rows: list[Rollout]  # in the order of `prompts`
-    version: WeightVersion  # the oldest weights that began one of them
-    images: list[list | None] | None = None  # PIL images of each row
 
 
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -99,7 +87,6 @@ class Rounds:
         self.updates = UpdateLog(where)
         self.groups = open_groups(stream, self.updates.check)
         self.taken: list[Group] = []  # groups of the current round
-        self._swaps = Counter[str]()  # since the last `take_swaps`
         self._open_rounds = open_rounds
         self._max_age = max_age
         self._seeds = seeds
@@ -134,7 +121,7 @@ class Rounds:
     def add_update(self, version: WeightVersion, trains: bool) -> None:
         """Record an update before it is sent, for the current round or, from an evaluation, for the next one."""
         self.updates.add(version, self._number if trains else self._number + 1)
-        self._swaps.update(swaps=1, swapped_rows=self.groups.rows_under_way)
+        self.groups.counts.update(swaps=1, swapped_rows=self.groups.rows_under_way)
 
     def begin_following(self, version: WeightVersion) -> tuple[int, int]:
         """Begin the groups of the batches up to `max_staleness` ahead, and the missing rows of a checkpoint.
@@ -180,25 +167,32 @@ class Rounds:
         """Return the last round that may train the groups of round `number`."""
         return number + self._max_age - self._open_rounds
 
-    def take(self) -> Batch:
+    def take(self) -> Batch | None:
         """Take the groups of this round, with `num_rows` rows together, and return their rows of the dataset.
+
+        Returns:
+            `Batch`, *optional*: `None` if no engine is left for the rows.
 
         Raises:
             `WeightVersionError`: if a group is older than `max_age`, although its round should have waited for it.
         """
-        self.taken = self.groups.take(self._num_groups, self._number)
-        if late := next((group for group in self.taken if group.due < self._number), None):
+        taken = self.groups.take(self._num_groups, self._number)
+        if taken is None:
+            return None
+        self.taken = taken
+        if late := next((group for group in taken if group.due < self._number), None):
             raise WeightVersionError(
                 f"{self._where}: round {self._number} took a group that was due in round {late.due}, which should "
                 "have waited for it: its tokens are older than `max_age` allows. File a bug report."
             )
-        return [row for group in self.taken for row in group.rows_to_train]
+        return [row for group in taken for row in group.inputs]
 
-    def made(self, prompts: list[list[int]]) -> RoundRollouts | None:
+    def made(self, prompts: list[list[int]]) -> Turn | None:
         """Return the completions of the taken groups; `None` if `prompts` are not theirs."""
         if not self.taken:
             return None
-        if [prompt for group in self.taken for prompt in group.prompts] != prompts:
+        made = self.first_turns()
+        if made.prompts != prompts:
             if any(group.recorded is not None for group in self.taken):
                 raise RolloutError(
                     f"{self._where}: round {self._number} has other prompts than its rollouts that ran ahead. A "
@@ -213,15 +207,15 @@ class Rounds:
                 )
             self.taken = []
             return None
-        return self.first_turns()
+        return made
 
-    def first_turns(self) -> RoundRollouts:
+    def first_turns(self) -> Turn:
         """Return the completions of the taken groups, those of recorded ones from their first `generate` call."""
-        rows = [row for group in self.taken for row in group.first_rows]
-        prompts = [prompt for group in self.taken for prompt in group.prompts]
-        images = [one for group in self.taken for one in group.images]
-        oldest = min([row.version for row in rows], default=WeightVersion())
-        return RoundRollouts(prompts, rows, oldest, images if any(images) else None)
+        turns = [group.first_turn for group in self.taken]
+        prompts = [prompt for turn in turns for prompt in turn.prompts]
+        rows = [row for turn in turns for row in turn.rows]
+        images = [one for turn in turns for one in turn.images or [None] * len(turn.prompts)]
+        return Turn(prompts, rows, images if any(images) else None)
 
     def stale(self, version: WeightVersion) -> bool:
         """Return whether weights before `version` took part in the taken rows: a row that had no token at a swap may
@@ -236,11 +230,6 @@ class Rounds:
         """Return the ages of the tokens that this round trains, with the weights of `version`."""
         rows = ((row, group.begun) for group in self.taken for row in group.rows)
         return self.updates.ages(rows, self._number, version)
-
-    def take_swaps(self) -> Counter[str]:
-        """Return the number of updates since the last call, and of the rows that were under way then, summed."""
-        swaps, self._swaps = self._swaps, Counter()
-        return swaps
 
     # ---- a run that ended early, and checkpoints --------------------------------------------------------------------
 

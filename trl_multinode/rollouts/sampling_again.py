@@ -91,34 +91,17 @@ class SamplingAgain:
         """
         if group.attempt >= self._most:
             return False
-        index = self.index_of(group.number, group.place, group.attempt + 1)
+        dataset, seed = self._trainer.train_dataset, self._trainer.args.seed
+        place, attempt = self._first_place + group.place, group.attempt + 1
+        index = drawn_index(seed, group.number, place, attempt, len(dataset))
         with self._lock:
-            (row,) = self._collate([self._trainer.train_dataset[index]])
+            (row,) = self._collate([dataset[index]])
         size = len(group.inputs)
-        group.attempt += (
-            1  # first, because a checkpoint may be written meanwhile, which then ignores `inputs`
-        )
+        # first, because a checkpoint may be written meanwhile, which then ignores `inputs`
+        group.attempt = attempt
         group.inputs = [copy.deepcopy(row) for _ in range(size)]
         group.prompts = [[] for _ in range(size)]  # the rollout tokenizes it
         return True
-
-    def index_of(self, number: int, place: int, attempt: int) -> int:
-        """Return the index of the row of the training dataset that a group gets at an attempt of 1 or more.
-
-        Args:
-            number (`int`), place (`int`):
-                Round of the group, and its place in this rank's part of the round.
-            attempt (`int`):
-                Number of the attempt.
-        """
-        trainer = self._trainer
-        return drawn_index(
-            trainer.args.seed,
-            number,
-            self._first_place + place,
-            attempt,
-            len(trainer.train_dataset),
-        )
 
     def check_round(self, rewards: torch.Tensor) -> None:
         """

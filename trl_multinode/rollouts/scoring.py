@@ -136,7 +136,9 @@ class GroupScorer:
         scores = Scores([None] * len(self._functions))
         arguments = self._arguments(recorded, scores)
         begun = {
-            index: self._begin_async(index, arguments)
+            index: asyncio.run_coroutine_threadsafe(
+                self._await(index, arguments), self._trainer.async_loop
+            )
             for index in self._scored
             if self._runs[index] == ON_LOOP
         }
@@ -177,13 +179,10 @@ class GroupScorer:
             )
         return found | rows | {"completion_ids": recorded.completion_ids}
 
-    def _begin_async(self, index: int, arguments: dict[str, Any]) -> Any:
-        async def awaited() -> Any:
-            with self._open_call(index) as call:
-                call.coroutine = self._functions[index](**with_rows(arguments, call))
-                return await call.coroutine
-
-        return asyncio.run_coroutine_threadsafe(awaited(), self._trainer.async_loop)
+    async def _await(self, index: int, arguments: dict[str, Any]) -> Any:
+        with self._open_call(index) as call:
+            call.coroutine = self._functions[index](**with_rows(arguments, call))
+            return await call.coroutine
 
     def _call(self, index: int, arguments: dict[str, Any], scores: Scores) -> Sequence[Any]:
         function: Callable = self._functions[index]

@@ -99,14 +99,13 @@ class ScoringProcess:
         self._process.wait()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class ProcessCall(Call):
     """Call of a reward function in a process."""
 
-    process: ScoringProcess | None = None
+    process: ScoringProcess
 
     def row(self) -> str:
-        assert self.process is not None
         return self.process.ask()
 
     def known_row(self) -> str:

@@ -12,6 +12,12 @@ class RowSeeds:
     seed(row) = hash(seed, mode, round, turn) + global row. The turn counts the earlier requests of this row in the
     round. The seed is affine in the row, because vLLM samples completion i of a request with seed + i.
 
+    Later `generate` calls recognize rows by their tokens: a tool loop generates again for the rows that still run, and
+    passes nothing but token ids: a row's prompt, its completion and the tool's result. So a prompt that begins with
+    all tokens of a row continues that row. If rows have equal tokens, they are taken in order. Any other prompt is a
+    new request, and new requests go through the rows in order: a `rollout_func` may ask for its rows one by one, or
+    for all of them twice.
+
     Args:
         seed (`int`, *optional*):
             Value of `rollout_seed`; with `None` the engines use their own random streams.
@@ -33,7 +39,11 @@ class RowSeeds:
     def begin_round(self, mode: str, number: int) -> None:
         """Start the seeds of a new batch of prompts. Every rank calls it with the same arguments."""
         self._round = (mode, number)
-        self._trace = RowTrace(self.num_rows)
+        self._round_rows = self.num_rows
+        self._tokens: dict[int, list[int]] = {}  # per row: its last prompt and completion
+        self._turns = Counter[int]()  # requests per row
+        self._num_new = 0
+        self._asked: list[tuple[int, list[int]]] = []  # row and prompt, of the last call
 
     def of_group(
         self, mode: str, number: int, first_row: int, size: int, num_rows: int
@@ -59,11 +69,18 @@ class RowSeeds:
         """Return the seed of each row in this rank's next `generate` call, and count that call in its rows."""
         if self._seed is None:
             return None
-        rows = self._trace.add_prompts(prompts)
-        num_rows = self._rank_rows or self._trace.num_rows
-        return [
-            self._first(self._round, turn, num_rows) + self._first_row + row for row, turn in rows
-        ]
+        self._round_rows = self._round_rows or len(prompts)
+        num_rows = self._rank_rows or self._round_rows
+        rows: list[int] = []
+        seeds = []
+        for prompt in prompts:
+            row = self._row_of(prompt, rows)
+            rows.append(row)
+            first = self._first(self._round, self._turns[row], num_rows)
+            seeds.append(first + self._first_row + row)
+            self._turns[row] += 1
+        self._asked = list(zip(rows, prompts, strict=True))
+        return seeds
 
     def of_round(self, mode: str, number: int, num_rows: int) -> list[int] | None:
         """Return the seeds that `of_call` returns for all rows in the first call of that round."""
@@ -74,60 +91,23 @@ class RowSeeds:
 
     def add_completions(self, completions: Sequence[list[int]]) -> None:
         """Record the completions of the last `of_call`; later calls recognize their rows by them."""
-        if self._seed is not None:
-            self._trace.add_completions(completions)
-
-    def _first(self, round_: tuple[str, int], turn: int, num_rows: int) -> int:
-        digest = hashlib.blake2b(f"{self._seed}/{round_}/{turn}".encode(), digest_size=5).digest()
-        return int.from_bytes(digest, "little") + self._rank * num_rows
-
-
-class RowTrace:
-    """Rows of a rank's batch in one round, recognized in later `generate` calls by their tokens.
-
-    A tool loop generates again for the rows that still run, and passes nothing but token ids: a row's prompt, its
-    completion and the tool's result. So a prompt that begins with all tokens of a row continues that row. If rows have
-    equal tokens, they are taken in order. Any other prompt is a new request, and new requests go through the rows in
-    order: a `rollout_func` may ask for its rows one by one, or for all of them twice.
-
-    Args:
-        num_rows (`int`):
-            Number of rows of this rank in the round; with 0, the rows of the first call.
-    """
-
-    def __init__(self, num_rows: int):
-        self.num_rows = num_rows
-        self._tokens: dict[int, list[int]] = {}  # per row: its last prompt and completion
-        self._turns: Counter[int] = Counter()  # requests per row
-        self._num_new = 0
-        self._asked: list[tuple[int, list[int]]] = []  # row and prompt, of the last call
-
-    def add_prompts(self, prompts: Sequence[list[int]]) -> list[tuple[int, int]]:
-        """Return the row of each prompt, and the number of earlier requests of that row."""
-        self.num_rows = self.num_rows or len(prompts)
-        rows: list[int] = []
-        found = []
-        for prompt in prompts:
-            row = self._row_of(prompt, rows)
-            rows.append(row)
-            found.append((row, self._turns[row]))
-            self._turns[row] += 1
-        self._asked = list(zip(rows, prompts, strict=True))
-        return found
-
-    def add_completions(self, completions: Sequence[list[int]]) -> None:
-        """Record the completions of the last prompts."""
+        if self._seed is None:
+            return
         for (row, prompt), completion in zip(self._asked, completions, strict=True):
             self._tokens[row] = [*prompt, *completion]
 
     def _row_of(self, prompt: list[int], asked: list[int]) -> int:
         """Return the row of a prompt; the rows in `asked` are those of the call's prompts before it."""
         after = asked[-1] + 1 if asked else 0
-        for row in chain(range(after, self.num_rows), range(after)) if self._tokens else ():
+        for row in chain(range(after, self._round_rows), range(after)) if self._tokens else ():
             if row in self._tokens and begins_with(prompt, self._tokens[row]) and row not in asked:
                 return row
         self._num_new += 1
-        return (self._num_new - 1) % self.num_rows
+        return (self._num_new - 1) % self._round_rows
+
+    def _first(self, round_: tuple[str, int], turn: int, num_rows: int) -> int:
+        digest = hashlib.blake2b(f"{self._seed}/{round_}/{turn}".encode(), digest_size=5).digest()
+        return int.from_bytes(digest, "little") + self._rank * num_rows
 
 
 def begins_with(tokens: list[int], start: list[int]) -> bool:

@@ -5,7 +5,7 @@ all are equal (Kong, 1992). The weights are `exp(trainer log-prob - sampler log-
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from typing import Any
@@ -111,9 +111,7 @@ class StalenessMeter:
     def add_round(self, lag_rounds: float, lag_steps: float) -> None:
         """Add a training round whose completions are `lag_rounds` rounds and `lag_steps` optimizer steps old."""
         sums = self._sums
-        sums.rounds += 1
-        sums.lag_rounds += lag_rounds
-        sums.lag_steps += lag_steps
+        self.add(rounds=1, lag_rounds=lag_rounds, lag_steps=lag_steps)
         sums.lag_rounds_max = max(sums.lag_rounds_max, lag_rounds)
         sums.lag_steps_max = max(sums.lag_steps_max, lag_steps)
 
@@ -125,21 +123,14 @@ class StalenessMeter:
         sums.lag_steps_max = max(sums.lag_steps_max, ages.steps_max)
         for group in rounds.taken:
             for row in group.rows:
-                sums.taken_rows += 1
-                sums.taken_tokens += len(row.tokens)
-                sums.mixed_rows += len(row.versions) > 1
-        self.add(rounds.groups.take_counts())
-        self.add(rounds.take_swaps())
+                is_mixed = len(row.versions) > 1
+                self.add(taken_rows=1, taken_tokens=len(row.tokens), mixed_rows=is_mixed)
+        self.add(**rounds.groups.take_counts())
 
-    def add(self, counts: Mapping[str, int]) -> None:
+    def add(self, **counts: float) -> None:
         """Add counts to the sums that have their names in [`RoundSums`]."""
         for name, count in counts.items():
             setattr(self._sums, name, getattr(self._sums, name) + count)
-
-    def add_checked(self, trained_tokens: int, nan_tokens: int) -> None:
-        """Add the tokens that the check of log-probs counted in a training round."""
-        self._sums.trained_tokens += trained_tokens
-        self._sums.nan_tokens += nan_tokens
 
     def add_weights(self, output: dict) -> None:
         """Add the importance weights in an output of TRL's `_generate_and_score_completions`."""
@@ -169,10 +160,7 @@ class StalenessMeter:
         """Add results of `weight_sums`."""
         # once, because it makes the host wait for the device
         total, squared, clipped, count = sums.tolist()
-        self._sums.weights += total
-        self._sums.weights_squared += squared
-        self._sums.clipped += clipped
-        self._sums.tokens += count
+        self.add(weights=total, weights_squared=squared, clipped=clipped, tokens=count)
 
     def take(
         self,

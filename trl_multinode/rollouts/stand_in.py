@@ -32,10 +32,7 @@ COLLECTIVES = {
 
 
 class Finished(BaseException):
-    """Carries the result of TRL's `_generate` out of its caller, which would go on with collectives."""
-
-    def __init__(self, prompts: list[Any], output: tuple):
-        self.prompts, self.output = prompts, output
+    """Carries prompts and result of TRL's `_generate` out of its caller, which would go on with collectives."""
 
 
 class LocalAccelerator:
@@ -168,7 +165,7 @@ class Recorder:
             with unwrapped():
                 stand_in._generate_and_score_completions(rows)
         except Finished as finished:
-            return self._recorded(stand_in, rows, finished)
+            return self._recorded(stand_in, rows, *finished.args)
         raise AssertionError("TRL's code returned without `_generate`")
 
     def give_back(self, recorded: Recorded) -> None:
@@ -240,10 +237,10 @@ class Recorder:
         return record_output
 
     @staticmethod
-    def _recorded(stand_in: Any, rows: Batch, finished: Finished) -> Recorded:
-        _, completion_ids, _, completions, _, extra_fields, *_ = finished.output
+    def _recorded(stand_in: Any, rows: Batch, prompts: list[Any], output: tuple) -> Recorded:
+        _, completion_ids, _, completions, _, extra_fields, *_ = output
         return Recorded(
-            rows, finished.prompts, completions, completion_ids,
+            rows, prompts, completions, completion_ids,
             turns=stand_in.vllm_generation.turns,
             fields=rows_of(extra_fields, len(rows)),
             environments=stand_in.environments,

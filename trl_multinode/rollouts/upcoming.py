@@ -1,7 +1,7 @@
 """Batches of an epoch that must be known before TRL generates for them."""
 
-from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 Batch = list[dict[str, Any]]  # rows of the dataset
@@ -22,13 +22,12 @@ class UpcomingBatches:
     def __init__(self, source: Iterator[Batch], ahead: int):
         self.source = source
         self._ahead = ahead
-        self._held: deque[Batch] = deque()  # batches of the current optimizer step, then later ones
+        self._held: list[Batch] = []  # batches of the current optimizer step, then later ones
         self._handed = 0  # number of held batches that the trainer has received
 
     def open_window(self) -> "UpcomingBatches":
         """Drop the batches of the last optimizer step and return the iterator for those of the next one."""
-        for _ in range(self._handed):
-            self._held.popleft()
+        del self._held[: self._handed]
         self._handed = 0
         return self
 
@@ -36,18 +35,12 @@ class UpcomingBatches:
         return self
 
     def __next__(self) -> Batch:
-        self._fetch(self._handed + 1 + self._ahead)
+        missing = self._handed + 1 + self._ahead - len(self._held)
+        self._held += islice(self.source, max(0, missing))
         if self._handed == len(self._held):
             raise StopIteration
         self._handed += 1
         return self._held[self._handed - 1]
-
-    def _fetch(self, count: int) -> None:
-        while len(self._held) < count:
-            try:
-                self._held.append(next(self.source))
-            except StopIteration:
-                return
 
     def after(self, batch: Batch, count: int) -> Batch | None:
         """Return the batch `count` positions after the current `batch`, or `None` if the epoch ends before it."""
