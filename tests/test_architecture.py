@@ -75,7 +75,9 @@ COLLECTIVES = {
     # of a tensor of few rows under FSDP2, in the world
     "weights.even_pieces": {"all_to_all_single"},
     # of the weights, in two groups
-    "weights.gathering": {"all_gather_into_tensor", "all_reduce", "batch_isend_irecv", "new_group"},
+    "weights.gathering": {
+        "all_gather_into_tensor", "all_reduce", "batch_isend_irecv", "new_subgroups_by_enumeration",
+    },  # fmt: skip
     # with the node's workers, in a group that no other rank is in
     "transports.broadcast": {"broadcast"},
     "rollouts.generation": {"wait_for_everyone"},  # before a sync; `generate` has none
@@ -92,7 +94,7 @@ COLLECTIVE_NAMES = {
     "gather_for_metrics", "all_gather", "all_gather_into_tensor", "all_reduce", "reduce", "reduce_scatter",
     "broadcast", "broadcast_object_list", "scatter_object_list", "barrier", "monitored_barrier", "all_to_all",
     "all_to_all_single", "batch_isend_irecv",
-    "new_group",
+    "new_group", "new_subgroups_by_enumeration",
 }  # fmt: skip
 
 
