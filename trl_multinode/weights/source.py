@@ -18,7 +18,7 @@ from .finite import check_finite
 from .gathering import Gathering, ShardGather
 from .names import is_zero3, named_weights, shape_of
 from .shards import Shard, is_quantized, shard_of
-from .tying import check_still_tied, tied_weights
+from .tying import Owner, check_still_tied, tied_weights
 
 Finish = Callable[[], Sequence[Pieces]]
 # tensors that DeepSpeed or FSDP2 has gathered whole, while their ranges are sent
@@ -117,11 +117,21 @@ class ModuleSource(WeightSource):
         self._held: Held = {}
         self._module = model
         self._tied = tied_weights(model)
-        self._owners = {name: owner for name, owner, _ in named_weights(model)}
-        self._metadata = [
-            WeightMeta(name, sent_dtype(tensor, dtype), shape_of(tensor), divisible=True)
-            for name, _, tensor in named_weights(model)
-        ]
+        self._owners: dict[str, Owner] = {}
+        self._metadata: list[WeightMeta] = []
+        for name, owner, tensor in self.weights():
+            self._owners[name] = owner
+            casts = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            sent_as = dtype if casts else tensor.dtype
+            # `as_sent` changes whole tensors
+            divisible = not self.changed(name)
+            self._metadata.append(
+                WeightMeta(name, sent_as, shape_of(tensor), divisible=divisible)
+            )
+
+    def weights(self) -> Iterator[tuple[str, Owner, torch.Tensor]]:
+        """Yield each tensor to send: name, module and attribute, and the tensor as it is now."""
+        return named_weights(self._module)
 
     def metadata(self) -> list[WeightMeta]:
         return self._metadata
@@ -244,13 +254,6 @@ class ModuleSource(WeightSource):
             return Pieces.whole(torch.empty(0))
         parts = [flat[first:end] for first, end in meta.range.intervals(flat.numel())]
         return Pieces.whole(joined(parts, meta.dtype, flat.device))
-
-
-def sent_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tensor is sent to an engine of `dtype`."""
-    if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-        return dtype
-    return tensor.dtype
 
 
 def shards_of(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> dict[int, Shard]:
