@@ -129,6 +129,11 @@ class ShardGather:
             dist.all_reduce(told, group=self._within)
         return told.tolist()
 
+    def release(self) -> None:
+        """Free the memory that buckets reuse, and count from zero."""
+        self.across = self.within = 0
+        self.buffers.clear()
+
 
 def _exchange(operations: list[dist.P2POp]) -> None:
     for work in dist.batch_isend_irecv(operations):

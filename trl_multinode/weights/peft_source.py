@@ -49,7 +49,7 @@ class PeftSource(ModuleSource):
         self._layers = {names[name]: layer for name, layer in layers.items()}
         super().__init__(model, dtype, gather)
         # two buckets are gathered in the trainer's dtype, and two have their merged weights beside them
-        self.buckets_at_peak = self._widening() * (self._gather.buckets_at_peak + 2)
+        self.buckets_at_peak = self._widening() * (self.gather.buckets_at_peak + 2)
         self._check_owners()
 
     def weights(self) -> Iterator[tuple[str, Owner, torch.Tensor]]:
@@ -140,7 +140,7 @@ class AdapterSource(PeftSource):
         super().__init__(model, dtype, gather)
         self._metadata = [replace(meta, frozen=True) for meta in self._metadata]
         layers, self._layers = self._layers, {}  # nothing is merged
-        self.buckets_at_peak = self._gather.buckets_at_peak
+        self.buckets_at_peak = self.gather.buckets_at_peak
         (self._adapter,) = active_adapters(layers.values())
         for name, layer in layers.items():
             if self._adapter in layer.scaling:

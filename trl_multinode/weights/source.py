@@ -40,12 +40,19 @@ class WeightSource(ABC):
 
     Every training rank calls it for the same buckets in the same order, on the default stream. Buckets may overlap: at
     most three contexts may be open, one starting, two gathering or in use. Exit them in order of entry.
+
+    Args:
+        gather (`ShardGather`, *optional*):
+            `ShardGather` of this rank. Default: one for a world of one rank.
+
+    Attributes:
+        buckets_at_peak (`float`):
+            Memory that a sync takes on a rank, in buckets.
     """
 
-    world = 1  # training ranks that hold pieces of sharded tensors
-    ranks, local_rank = 1, 0  # training ranks of this node, and which of them this one is
-    buckets_at_peak = 3.0  # memory that a sync takes on a rank, in buckets
-    device = torch.device("cpu")  # on which buckets are gathered
+    def __init__(self, gather: ShardGather | None = None):
+        self.gather = gather or ShardGather(1, torch.device("cpu"))
+        self.buckets_at_peak = self.gather.buckets_at_peak
 
     def buckets(self, limit_bytes: int) -> list[Bucket]:
         """Plan buckets of which a sync holds at most three times `limit_bytes` in the memory of any rank.
@@ -53,9 +60,8 @@ class WeightSource(ABC):
         With NCCL, buckets are smaller than the limit by a tenth with seven ranks per node, by a third with two, and by
         up to 40 % with one.
         """
-        return plan_buckets(
-            self.metadata(), int(limit_bytes * min(1.0, 3.0 / self.buckets_at_peak)), self.world
-        )
+        limit_bytes = int(limit_bytes * min(1.0, 3.0 / self.buckets_at_peak))
+        return plan_buckets(self.metadata(), limit_bytes, self.gather.world)
 
     @abstractmethod
     def metadata(self) -> list[WeightMeta]: ...
@@ -80,17 +86,9 @@ class WeightSource(ABC):
     def gathering(self, bucket: Bucket, holder: int = 0) -> AbstractContextManager[Finish]:
         """Gather the tensors or ranges of `bucket`, in its order. Only local rank `holder` of a node may read them."""
 
-    def meet(self) -> None:
-        """Wait until all training ranks of this node call this."""
-
-    @property
-    def collectives(self) -> tuple[int, int]:
-        """Collectives that gathering has taken since the last `release`: across nodes, within a node."""
-        return 0, 0
-
-    @abstractmethod
     def release(self) -> None:
         """Free the memory that buckets reuse, at the end of a sync."""
+        self.gather.release()
 
 
 class ModuleSource(WeightSource):
@@ -109,11 +107,7 @@ class ModuleSource(WeightSource):
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
-        self._gather = gather or ShardGather(1, torch.device("cpu"))
-        self.world = self._gather.world
-        self.ranks, self.local_rank = self._gather.ranks, self._gather.local_rank
-        self.buckets_at_peak = self._gather.buckets_at_peak
-        self.device = self._gather.buffers.device
+        super().__init__(gather)
         self._held: Held = {}
         self._module = model
         self._tied = tied_weights(model)
@@ -141,9 +135,9 @@ class ModuleSource(WeightSource):
         tensors = self.named_tensors(tuple(weights))
         check_finite(
             [entry for entry in tensors if frozen or changes(entry[1])],
-            self._gather.place,
+            self.gather.place,
             step,
-            sends_whole=self._gather.is_local_main,
+            sends_whole=self.gather.is_local_main,
         )
 
     def named_tensors(self, bucket: Bucket) -> list[tuple[str, torch.Tensor, torch.dtype]]:
@@ -156,13 +150,8 @@ class ModuleSource(WeightSource):
         owners = [self._owners[meta.name] for meta in bucket]
         return [getattr(module, attribute) for module, attribute in owners]
 
-    @property
-    def collectives(self) -> tuple[int, int]:
-        return self._gather.across, self._gather.within
-
     def release(self) -> None:
-        self._gather.across = self._gather.within = 0
-        self._gather.buffers.clear()
+        super().release()
         self._held.clear()
 
     def changed(self, name: str) -> bool:
@@ -176,9 +165,6 @@ class ModuleSource(WeightSource):
     def added(self, bucket: Bucket) -> list[nn.Parameter]:
         """Return further parameters that `as_sent` needs whole."""
         return []
-
-    def meet(self) -> None:
-        self._gather.meet(0)
 
     @contextmanager
     def gathering(self, bucket: Bucket, holder: int = 0) -> Iterator[Finish]:
@@ -201,7 +187,7 @@ class ModuleSource(WeightSource):
         with torch.no_grad():
             if shards:
                 dtypes = [self._gathered_as(bucket[index], tensors[index]) for index in shards]
-                under_way = Gathering(self._gather, list(shards.values()), dtypes, holder)
+                under_way = Gathering(self.gather, list(shards.values()), dtypes, holder)
         with self._gathered_by_deepspeed(bucket, tensors, shards):
             yield finish
         if under_way is not None:
@@ -226,7 +212,7 @@ class ModuleSource(WeightSource):
         needed += self.added(bucket)
         sharded = [tensor for tensor in needed if is_zero3(tensor)]
         # quantized values and scales take a collective each
-        self._gather.across += sum(1 + is_quantized(tensor) for tensor in sharded)
+        self.gather.across += sum(1 + is_quantized(tensor) for tensor in sharded)
         if not sharded:
             return nullcontext()
         import deepspeed
@@ -239,7 +225,7 @@ class ModuleSource(WeightSource):
         Every rank has the tensor whole until its last range, because the holders of its ranges may be all ranks.
         """
         if meta.range is None or meta.range.is_first:
-            self._gather.across += hasattr(tensor, "full_tensor")
+            self.gather.across += hasattr(tensor, "full_tensor")
         if meta.range is None:
             return Pieces.whole(full(tensor))
         if meta.range.is_first:
@@ -250,7 +236,7 @@ class ModuleSource(WeightSource):
         flat = self._held[meta.name]
         if meta.range.is_last:
             del self._held[meta.name]
-        if self.local_rank != holder:
+        if self.gather.local_rank != holder:
             return Pieces.whole(torch.empty(0))
         parts = [flat[first:end] for first, end in meta.range.intervals(flat.numel())]
         return Pieces.whole(joined(parts, meta.dtype, flat.device))

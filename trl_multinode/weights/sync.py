@@ -256,7 +256,7 @@ class WeightSync:
             with sending as sender:
                 fill(timings, sender)
         finally:
-            timings.collectives = self._source.collectives
+            timings.collectives = self._source.gather.across, self._source.gather.within
             self._source.release()
         timings.settle()
         if sender is not None:
@@ -278,15 +278,16 @@ class WeightSync:
 
         All ranks release the buckets in the same order, each after its copy, because a release may be a collective.
         """
-        holders = self._source.ranks if self.staged and self.takes_turns else 1
+        gather = self._source.gather
+        holders = gather.ranks if self.staged and self.takes_turns else 1
         if holders > 1:
             # the engines of this node have loaded what its ranks now overwrite
-            self._source.meet()
+            gather.meet(0)
         with ExitStack() as everything:
             begun: deque[tuple[ExitStack, Finish]] = deque()
             previous = ExitStack()
             for index in range(self._first, len(self.buckets)):
-                with timings.stage("gather_s", self._source.device):
+                with timings.stage("gather_s", gather.buffers.device):
                     while len(begun) < 2 and index + len(begun) < len(self.buckets):
                         coming = index + len(begun)
                         gathering = self._source.gathering(self.buckets[coming], coming % holders)
@@ -295,10 +296,10 @@ class WeightSync:
                     current, finish = begun.popleft()
                     pieces = finish()
                 self.num_gathered = index + 1
-                if sender is not None and index % holders == self._source.local_rank:
+                if sender is not None and index % holders == gather.local_rank:
                     current.callback(sender.send(index, pieces).result)
                 previous.close()
                 previous = current
         if holders > 1:
             # the ranks of this node have copied every bucket
-            self._source.meet()
+            gather.meet(0)
