@@ -2,15 +2,15 @@
 
 import select
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import torch
 
 from ..engine.client import EngineClient
 from ..engine.group import EngineGroup, Posted, answers
-from ..errors import MultiNodeError, WeightSyncError
+from ..errors import WeightSyncError
 from ..transports.base import Slots
 from ..transports.pieces import Pieces
 from ..wire.messages import Done, EngineTimes, UpdateWeights, WeightVersion
@@ -60,7 +60,7 @@ class BucketSender:
         self._staged = staged
         self.timings = timings
         self._posted: Posted = []
-        self._failure: MultiNodeError | None = None
+        self._last: Future[None] | None = None  # copy of the bucket before
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight sync")
         self._stream: torch.cuda.Stream | None = None
 
@@ -88,25 +88,28 @@ class BucketSender:
         if on_gpu is not None:
             # on the stream that gathered the bucket
             ready = torch.cuda.current_stream(on_gpu).record_event()
-        return self._thread.submit(self._send, index, pieces, on_gpu, ready)
+        self._last = self._thread.submit(self._send, self._last, index, pieces, on_gpu, ready)
+        return self._last
 
     def _send(
         self,
+        before: "Future[None] | None",
         index: int,
         pieces: Sequence[Pieces],
         on_gpu: torch.device | None,
         ready: torch.cuda.Event | None,
     ) -> None:
+        if before is not None:
+            # raises the error of an earlier bucket again: the engine that it names answers no more
+            before.result()
         slot = index % len(self._slots.memory)
         if not self._staged:
-            with self._fails_for_good():
-                self._wait_until_taken(index - len(self._slots.memory))
-        if on_gpu is None:
-            self._write(index, slot, pieces)
-        else:
-            with torch.cuda.stream(self._stream_on(on_gpu)):
+            self._wait_until_taken(index - len(self._slots.memory))
+        with nullcontext() if on_gpu is None else torch.cuda.stream(self._stream_on(on_gpu)):
+            if ready is not None:
                 torch.cuda.current_stream(on_gpu).wait_event(ready)
-                self._write(index, slot, pieces)
+            with self.timings.stage("copy_s", pieces[0].data.device):
+                self._slots.write(slot, self._layouts[index], pieces)
         if self._staged:
             return
         self._slots.signals.send(index)
@@ -116,21 +119,6 @@ class BucketSender:
             self._slots.signals.end()
             answers(self._posted)  # raises the error of a failed engine, which names the cause
             raise
-
-    @contextmanager
-    def _fails_for_good(self) -> Iterator[None]:
-        """Raise the first error again in later buckets: the engine that it names answers no more."""
-        if self._failure is not None:
-            raise self._failure
-        try:
-            yield
-        except MultiNodeError as error:
-            self._failure = error
-            raise
-
-    def _write(self, index: int, slot: int, pieces: Sequence[Pieces]) -> None:
-        with self.timings.stage("copy_s", pieces[0].data.device):
-            self._slots.write(slot, self._layouts[index], pieces)
 
     def _stream_on(self, device: torch.device) -> "torch.cuda.Stream":
         """Return this thread's own stream, on the rank's device: a new thread starts with GPU 0 as its device."""
