@@ -129,7 +129,7 @@ def test_one_that_cannot_work_here_is_refused_with_the_way_out(wanted, machine, 
 def test_workers_of_several_engines_have_ranks_of_their_own(tmp_path):
     slots = BroadcastSlots([64] * 2, SlotSettings(folder=tmp_path, workers=[2, 2], timeout_s=60.0))
     told = [slots.open_for(engine) for engine in range(2)]
-    assert told == [Broadcast("gloo", str(slots._store), 5, first, 60.0) for first in (1, 3)]
+    assert told == [Broadcast("gloo", str(slots.message.store), 5, first, 60.0) for first in (1, 3)]
 
 
 def test_the_group_of_a_broadcast_ends_with_its_slots(tmp_path):
@@ -246,7 +246,7 @@ def test_weights_go_through_host_memory_while_an_engine_is_lost_and_are_broadcas
         trainer.send()
         assert trainer.sync._slots.kind == "nccl"
         # whose destructor never ran
-        of_a_killed_worker = dist.FileStore(str(trainer.sync._slots._store), 3)
+        of_a_killed_worker = dist.FileStore(str(trainer.sync._slots.message.store), 3)
         engines[1].lose(EngineDiedError("killed"))
         trainer.perturb()
         version = trainer.send()
