@@ -190,7 +190,7 @@ def opened_slots(sender: Connection, folder: Path) -> Iterator[BucketSignals]:
     )
     try:
         assert isinstance(ask(sender, request), Done)
-        slots.opened()
+        slots.signals.opened()
         yield slots.signals
     finally:
         slots.close()
@@ -354,7 +354,7 @@ def test_the_line_of_a_failed_run_has_no_token():
     )
 
 
-def test_an_engine_gets_no_secrets_no_unpickling_and_no_calls_for_developers(monkeypatch):
+def test_an_engine_gets_no_secrets_no_unpickling_and_no_calls_for_developers(monkeypatch, tmp_path):
     dropped = [
         "HF_TOKEN", "VLLM_API_KEY", "WANDB_API_KEY", "PYTHON_SECRET", "CUDA_PASSWORD", "NCCL_CREDENTIALS",
         "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE", "RANK", "GLOO_SOCKET_IFNAME_OF_TRAINERS",
@@ -368,7 +368,7 @@ def test_an_engine_gets_no_secrets_no_unpickling_and_no_calls_for_developers(mon
     for name in (*dropped, *kept):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    found = engine_environment({})
+    found = engine_environment({}, tmp_path)
     assert not found.keys() & set(dropped) and found.keys() >= set(kept)
     assert found["GLOO_SOCKET_IFNAME"] == "lo" and found["VLLM_HOST_IP"] == "127.0.0.1"
 
