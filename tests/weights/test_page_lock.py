@@ -58,7 +58,7 @@ def test_both_ends_register_their_mapping_and_unregister_it_on_close(cudart):
     runtime = cudart()
     slots = HostSlots([256] * 2, SlotSettings(pin=True))
     opened = OpenedHostSlots.open(slots.open_for(0), (), CUDA, worker=0)
-    slots.opened()
+    slots.signals.opened()
     assert len(runtime.registered) == 4
     opened.close()
     opened.close()
@@ -83,7 +83,7 @@ def test_slots_that_nobody_closed_are_unregistered_before_they_are_unmapped(cuda
     monkeypatch.setattr(runtime, "cudaHostUnregister", seen)
     slots = HostSlots([1 << 20] * 2, SlotSettings(pin=True))
     OpenedHostSlots.open(slots.open_for(0), (), CUDA, worker=0)
-    slots.opened()
+    slots.signals.opened()
     del slots
     gc.collect()
     assert not runtime.registered

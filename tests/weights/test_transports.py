@@ -44,7 +44,7 @@ def slots(request, tmp_path):
 def test_a_slot_holds_every_tensor_in_its_own_dtype_and_the_receiver_has_copies(slots):
     weights, bias = torch.randn(2, 3), torch.randn(2)
     opened = slots.opened_as.open(slots.open_for(0), slots.sizes, CPU, worker=0)
-    slots.opened()
+    slots.signals.opened()
     specs = slot_layout(BUCKET)
     for _ in range(2):  # the first broadcast also joins the group
         weights += 1

@@ -231,7 +231,7 @@ class Slots(ABC):
     """Slots of one node, on its local main process only. One thread at a time calls the methods.
 
     ```python
-    slots.open_for(engine)                # memory for this engine's `OpenSlots`; `opened()` after all replies
+    slots.open_for(engine)                # memory for this engine's `OpenSlots`; `signals.opened()` after it
     slots.write(k % 2, specs, tensors)    # blocks until the bytes are in the slot
     slots.signals.send(k)
     slots.transmit(k % 2, num_bytes)      # blocks until the workers have the bytes, if they cannot read the slot
@@ -263,10 +263,6 @@ class Slots(ABC):
     @abstractmethod
     def open_for(self, engine: int) -> msgspec.Struct:
         """Return the message with which the workers of engine number `engine` open the slots."""
-
-    def opened(self) -> None:
-        """Remove the files that the workers needed only to open the slots, after all replies or a failure."""
-        self.signals.opened()
 
     def write(self, slot: int, specs: Sequence[TensorSpec], tensors: Sequence[Pieces]) -> None:
         """Copy the tensors into the slot, cast to the dtypes of their specs. On return all bytes are in the slot.
