@@ -266,14 +266,16 @@ def test_what_the_engine_calls_in_every_worker_is_a_method_of_the_extension():
         n for n in tree("vllm_worker.worker").body if getattr(n, "name", "") == "WorkerExtension"
     ]
     methods = {node.name for node in extension.body if isinstance(node, ast.FunctionDef)}
+    methods |= {node.targets[0].id for node in extension.body if isinstance(node, ast.Assign)}
     calls = [
         node for node in ast.walk(tree("engine_process.vllm_backend")) if isinstance(node, ast.Call)
     ]
-    called = {
-        c.args[0].value
-        for c in calls
-        if isinstance(c.func, ast.Attribute) and c.func.attr == "collective_rpc"
+    by = {
+        name: [c.args[0] for c in calls if getattr(c.func, "attr", "") == name]
+        for name in ("collective_rpc", "_call_everywhere")
     }
+    called = {arg.value for arg in by["collective_rpc"] if isinstance(arg, ast.Constant)}
+    called |= {arg.id for arg in by["_call_everywhere"]}
     assert called - VLLMS_OWN == methods
 
 

@@ -24,7 +24,7 @@ from ..transports.opening import open_slots
 from ..wire.messages import ADAPTER_TENSORS, OpenSlots
 from ..wire.stop_signals import ignore_stop_signals, obey_stop_signals
 from .logprobs import extend_logprobs
-from .quiet import quiet
+from .quiet import quiet_vllm
 from .reloading import begin_reload, end_reload
 from .seeds import keep_seeds
 
@@ -214,21 +214,13 @@ def rename_mapper(model: torch.nn.Module) -> Any:
 class WorkerExtension:
     """Methods that the engine calls in every worker by `collective_rpc`."""
 
+    quiet_vllm = staticmethod(quiet_vllm)
+    ignore_stop_signals = staticmethod(ignore_stop_signals)
+    obey_stop_signals = staticmethod(obey_stop_signals)
+
     def extend_logprobs(self) -> str:
         """Extend vLLM's log-probs; return why those over the whole vocabulary are lacking, empty if they are not."""
         return extend_logprobs(self.vllm_config, self.model_runner)  # type: ignore[attr-defined]
-
-    def quiet_vllm(self) -> None:
-        """Set the level of vLLM's log for the time after the start."""
-        quiet()
-
-    def ignore_stop_signals(self) -> None:
-        """Ignore SIGTERM and the pre-empt signal."""
-        ignore_stop_signals()
-
-    def obey_stop_signals(self) -> None:
-        """Let vLLM end this process by SIGTERM."""
-        obey_stop_signals()
 
     def keep_seeds(self) -> None:
         """Let seeded requests be computed in several parts; see [`keep_seeds`](seeds.py)."""
