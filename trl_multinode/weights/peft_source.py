@@ -104,7 +104,11 @@ class PeftSource(ModuleSource):
         )
         if not is_holder and not needs_all_ranks:
             return pieces
-        deltas, lengths = gathered_adapters(layer)
+        active = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
+        deltas = [full(layer.get_delta_weight(adapter)) for adapter in active]
+        # at most one is DoRA's (Liu et al. 2024, equation 5), which learns the row norms
+        dora = [adapter for adapter in active if is_dora(layer, adapter)]
+        lengths = [full(layer.lora_magnitude_vector[adapter].weight) for adapter in dora]
         if not is_holder:
             return pieces
         weight = pieces.copy()
@@ -113,15 +117,6 @@ class PeftSource(ModuleSource):
         for length in lengths:
             weight *= (length / torch.linalg.norm(weight, dim=1)).to(weight.dtype).unsqueeze(1)
         return Pieces.whole(weight)
-
-
-def gathered_adapters(layer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the weights that a layer's active adapters add, and DoRA's row norms. A collective under FSDP2."""
-    active = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
-    deltas = [full(layer.get_delta_weight(adapter)) for adapter in active]
-    # at most one is DoRA's (Liu et al. 2024, equation 5), which learns the row norms
-    dora = [adapter for adapter in active if is_dora(layer, adapter)]
-    return deltas, [full(layer.lora_magnitude_vector[adapter].weight) for adapter in dora]
 
 
 class AdapterSource(PeftSource):
@@ -195,40 +190,30 @@ def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str 
     Raises:
         `ConfigurationError`: for adapters other than LoRA, and for LoRA variants other than DoRA.
     """
+    return next(_obstacles(model, dtype, on_gpu), None)
+
+
+def _obstacles(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> Iterator[str]:
     layers = lora_layers(model)
     active = active_adapters(layers.values())
     if len(active) != 1:
-        return f"there are {len(active)} active adapters, and vLLM serves one per request"
-    trained = [
-        name
-        for name, p in model.named_parameters()
-        if p.requires_grad and not is_adapter(name, active)
-    ]
-    if trained:
-        return f"{base_name(trained[0])} is trained besides the adapter (modules_to_save, bias, an unfrozen parameter)"
+        yield f"there are {len(active)} active adapters, and vLLM serves one per request"
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not is_adapter(name, active):
+            yield f"{base_name(name)} is trained besides the adapter (modules_to_save, bias, an unfrozen parameter)"
     head = model.get_output_embeddings()
     for name, layer in layers.items():
-        if reason := layer_obstacle(layer, layer is head, *active):
-            return f"{name} {reason}"
-    return engine_obstacle(lora_rank(model), dtype, on_gpu)
-
-
-def engine_obstacle(rank: int, dtype: torch.dtype, on_gpu: bool) -> str | None:
-    """Return why no adapter of this rank can be served by an engine of this dtype, or `None`."""
-    if rank > LARGEST_RANK:
-        return f"its rank is {rank}, and vLLM serves {LARGEST_RANK} at most"
+        if layer is head or not isinstance(layer.get_base_layer(), nn.Linear):
+            yield (
+                f"{name} is not a linear layer below the head, and not every model of vLLM supports adapters of other "
+                "layers"
+            )
+        if is_dora(layer, *active):
+            yield f"{name} is DoRA's, which has a magnitude besides A and B"
+    if (rank := lora_rank(model)) > LARGEST_RANK:
+        yield f"its rank is {rank}, and vLLM serves {LARGEST_RANK} at most"
     if on_gpu and dtype == torch.float32:
-        return "vLLM's LoRA kernels on a GPU take bfloat16 and float16 only, and the engine's dtype is float32"
-    return None
-
-
-def layer_obstacle(layer: Any, is_head: bool, adapter: str) -> str | None:
-    """Return why vLLM cannot serve the adapter of this layer, or `None`."""
-    if is_head or not isinstance(layer.get_base_layer(), nn.Linear):
-        return "is not a linear layer below the head, and not every model of vLLM supports adapters of other layers"
-    if is_dora(layer, adapter):
-        return "is DoRA's, which has a magnitude besides A and B"
-    return None
+        yield "vLLM's LoRA kernels on a GPU take bfloat16 and float16 only, and the engine's dtype is float32"
 
 
 def lora_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -186,17 +186,15 @@ class ModuleSource(WeightSource):
         under_way: Gathering | None = None
         with torch.no_grad():
             if shards:
-                dtypes = [self._gathered_as(bucket[index], tensors[index]) for index in shards]
+                dtypes = [
+                    tensors[index].dtype if self.changed(bucket[index].name) else bucket[index].dtype
+                    for index in shards
+                ]
                 under_way = Gathering(self.gather, list(shards.values()), dtypes, holder)
         with self._gathered_by_deepspeed(bucket, tensors, shards):
             yield finish
         if under_way is not None:
             under_way.close()
-
-    def _gathered_as(self, meta: WeightMeta, tensor: torch.Tensor) -> torch.dtype:
-        if self.changed(meta.name):
-            return tensor.dtype
-        return meta.dtype
 
     def _gathered_by_deepspeed(
         self, bucket: Bucket, tensors: Sequence[torch.Tensor], shards: Mapping[int, Shard]
