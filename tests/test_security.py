@@ -221,7 +221,7 @@ def test_an_update_whose_sender_vanishes_ends_as_failed_and_the_next_one_heals(t
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused_by_the_folder_and_by_the_socket_alone(tmp_path):
     folder = RunFolder(0)
-    path = folder.socket(0)
+    path = folder.path / "engine0.sock"
 
     def foreign(_: int) -> list[str]:
         os.setgroups([])
@@ -296,7 +296,7 @@ def test_a_folder_of_a_run_that_a_cleaner_removed_is_named_with_the_cure(tmp_pat
             EngineSpec(0, str(folder.path), os.getpid(), {}, node=3), tmp_path / "log", {}
         )
     with pytest.raises(EngineDiedError, match=f"{folder.path} was removed"):
-        Connection(str(folder.socket(0)), "engine 0 of node 3", tmp_path / "log")
+        Connection(str(folder.path / "engine0.sock"), "engine 0 of node 3", tmp_path / "log")
 
 
 SECRET_NAMES = (

@@ -94,29 +94,26 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, UpdateInfo]):
             `UpdateEndedError`: if the sender ends before the last bucket.
             `RuntimeError`: if the GPU has no room for a bucket beside the engine.
         """
+        assert self.slots is not None
         try:
             # vLLM 0.26 does not set it; later versions do
             with set_current_vllm_config(self.vllm_config):
-                self._receive(update_info)
+                self._version = list(update_info.version)
+                self._reloads = update_info.first == 0
+                if self._reloads:
+                    self._begin_reload()
+                seconds = 0.0
+                with closing(self.slots.follow(update_info.turn, update_info.first)) as buckets:
+                    for tensors in buckets:
+                        start = time.perf_counter()
+                        self._load(tensors)
+                        seconds += time.perf_counter() - start
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
                 f"{self.device} has no room for the weights of a sync beside the engine ({error}). Lower "
                 "`vllm_gpu_memory_utilization`, or `sync_bucket_mb`: a reload holds up to three buckets, the largest "
                 "layer whole, and this worker's part of it once more."
             ) from error
-
-    def _receive(self, update_info: UpdateInfo) -> None:
-        assert self.slots is not None
-        self._version = list(update_info.version)
-        self._reloads = update_info.first == 0
-        if self._reloads:
-            self._begin_reload()
-        seconds = 0.0
-        with closing(self.slots.follow(update_info.turn, update_info.first)) as buckets:
-            for tensors in buckets:
-                start = time.perf_counter()
-                self._load(tensors)
-                seconds += time.perf_counter() - start
         self._load_us = round(1e6 * (seconds + self.slots.take_s))
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
