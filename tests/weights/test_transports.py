@@ -43,7 +43,7 @@ def slots(request, tmp_path):
 
 def test_a_slot_holds_every_tensor_in_its_own_dtype_and_the_receiver_has_copies(slots):
     weights, bias = torch.randn(2, 3), torch.randn(2)
-    opened = slots.opened_as.open(slots.open_for(0), slots.sizes, CPU, worker=0)
+    opened = slots.opened_as(slots.open_for(0), slots.sizes, CPU, worker=0)
     slots.signals.opened()
     specs = slot_layout(BUCKET)
     for _ in range(2):  # the first broadcast also joins the group
@@ -139,7 +139,7 @@ def test_the_group_of_a_broadcast_ends_with_its_slots(tmp_path):
         [],
     )
     slots._group = SimpleNamespace(abort=lambda: ended.append("sender") or 1 / 0)
-    opened = OpenedBroadcastSlots.open(slots.open_for(0), slots.sizes, CPU, 0)
+    opened = OpenedBroadcastSlots(slots.open_for(0), slots.sizes, CPU, 0)
     opened._group = SimpleNamespace(abort=lambda: ended.append("worker"))
     for _ in range(2):
         slots.close()

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -94,8 +94,6 @@ class OpenedSlots:
             Seconds of an update's copies out of the slots, without the waits for the sender.
     """
 
-    memory_type: ClassVar[type[msgspec.Struct]]  # message that describes the sender's memory
-
     def __init__(self, slots: list[torch.Tensor], device: torch.device):
         self.takes_ahead = device.type == "cuda"
         self.take_s = 0.0
@@ -105,22 +103,6 @@ class OpenedSlots:
         self._buckets: Sequence[Sequence[TensorSpec]] = ()
         self._signals: FollowedSignals | None = None
         self._stream: torch.cuda.Stream | None = None
-
-    @classmethod
-    def open(cls, memory: Any, sizes: Sequence[int], device: torch.device, worker: int) -> Self:
-        """Open the slots that `memory` describes.
-
-        Args:
-            memory (`memory_type`):
-                Description of the slots' memory, from the sender.
-            sizes (`Sequence[int]`):
-                Size of each slot, in bytes.
-            device (`torch.device`):
-                Device of the worker.
-            worker (`int`):
-                Index of the worker in its engine.
-        """
-        raise NotImplementedError
 
     def connect(
         self, signals: FollowedSignals | None, buckets: Sequence[Sequence[TensorSpec]]
@@ -240,7 +222,10 @@ class Slots(ABC):
 
     memory: list[torch.Tensor]  # of each slot, uint8 `(size,)`
     kind: ClassVar[str]  # name in `weight_transport`
-    opened_as: ClassVar[type[OpenedSlots]]  # the workers' end
+    memory_type: ClassVar[type[msgspec.Struct]]  # message that describes the memory
+    # opens the workers' end: from that message, the size of each slot in bytes, the worker's device, and its index in
+    # its engine
+    opened_as: ClassVar[Callable[..., OpenedSlots]]
     needs_all_engines: ClassVar[bool] = (
         False  # whether it cannot send while an engine of the node is lost
     )

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import torch
@@ -87,18 +87,9 @@ class BroadcastGroup:
 class OpenedBroadcastSlots(OpenedSlots):
     """Slots on this worker's own device, which receive the sender's broadcasts."""
 
-    memory_type = Broadcast
-
-    def __init__(self, slots: list[torch.Tensor], device: torch.device, group: BroadcastGroup):
-        super().__init__(slots, device)
-        self._group = group
-
-    @classmethod
-    def open(
-        cls, memory: Broadcast, sizes: Sequence[int], device: torch.device, worker: int
-    ) -> Self:
-        group = BroadcastGroup(memory, memory.first_rank + worker)
-        return cls(new_slots(sizes, device), device, group)
+    def __init__(self, memory: Broadcast, sizes: Sequence[int], device: torch.device, worker: int):
+        super().__init__(new_slots(sizes, device), device)
+        self._group = BroadcastGroup(memory, memory.first_rank + worker)
 
     def arrive(self, data: torch.Tensor) -> None:
         # joins at the first bucket: opening the slots must not wait for the sender
@@ -117,6 +108,7 @@ class BroadcastSlots(Slots):
     """
 
     kind = "nccl"
+    memory_type = Broadcast
     opened_as = OpenedBroadcastSlots
     needs_all_engines = True
 

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Self
 
 import msgspec
 import torch
@@ -22,12 +21,9 @@ class DeviceMemory(msgspec.Struct, frozen=True):
 class OpenedDeviceSlots(OpenedSlots):
     """Slots in the memory of the sender's GPU, opened by this worker."""
 
-    memory_type = DeviceMemory
-
-    @classmethod
-    def open(
-        cls, memory: DeviceMemory, sizes: Sequence[int], device: torch.device, worker: int
-    ) -> Self:
+    def __init__(
+        self, memory: DeviceMemory, sizes: Sequence[int], device: torch.device, worker: int
+    ):
         storages = [
             torch.UntypedStorage._new_shared_cuda(memory.device, *handle)
             for handle in memory.handles
@@ -36,7 +32,7 @@ class OpenedDeviceSlots(OpenedSlots):
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:size]
             for storage, size in zip(storages, sizes, strict=True)
         ]
-        return cls(slots, device)
+        super().__init__(slots, device)
 
 
 class DeviceSlots(Slots):
@@ -47,6 +43,7 @@ class DeviceSlots(Slots):
     """
 
     kind = "ipc"
+    memory_type = DeviceMemory
     opened_as = OpenedDeviceSlots
     engines_see_sender = True
 
