@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import select
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -140,11 +139,7 @@ class EngineClient:
     @property
     def has_ended(self) -> bool:
         """Return whether this engine is lost, or has closed the connection; without waiting."""
-        if self.lost is not None:
-            return True
-        poll = select.poll()
-        poll.register(self, select.POLLIN)
-        return bool(poll.poll(0)) and self._connection.at_end()
+        return self.lost is not None or self._connection.at_end()
 
     def fileno(self) -> int:
         """Return the connection's file descriptor, so that a selector can wait for the engine."""

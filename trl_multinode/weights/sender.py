@@ -13,7 +13,7 @@ from ..engine.group import EngineGroup, Posted, answers
 from ..errors import WeightSyncError
 from ..transports.base import Slots
 from ..transports.pieces import Pieces
-from ..wire.messages import Done, EngineTimes, UpdateWeights, WeightVersion
+from ..wire.messages import Done, UpdateWeights, WeightVersion
 from .timings import SyncTimings
 
 LOOK_S = 1.0  # between two looks whether an engine has stalled
@@ -185,13 +185,3 @@ class BucketSender:
         except BaseException:
             self._slots.signals.end()
             raise
-
-
-def spent(times: EngineTimes, before: EngineTimes) -> dict[str, float]:
-    """Return the seconds of one update, by the stage's name, from the sums of an engine after it and before it."""
-    if times.clock_s < before.clock_s:  # another process of the same engine
-        before = EngineTimes()
-    return {
-        name: getattr(times, name) - getattr(before, name)
-        for name in ("load_s", "commit_s", "frozen_s")
-    }

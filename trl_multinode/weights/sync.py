@@ -11,7 +11,7 @@ from ..errors import MultiNodeError, WeightSyncError
 from ..transports.base import Slots
 from ..wire.messages import EngineTimes, UpdateWeights, WeightVersion
 from .buckets import Bucket, slot_layout
-from .sender import BucketSender, spent
+from .sender import BucketSender
 from .source import Finish, WeightSource
 from .timings import SyncTimings
 from .transport import Transport
@@ -127,8 +127,11 @@ class WeightSync:
             raise
         for engine, done in sender.done:
             before = self._times.get(engine.index, EngineTimes())
+            if done.times.clock_s < before.clock_s:  # another process of the same engine
+                before = EngineTimes()
             self._times[engine.index] = done.times
-            for name, value in spent(done.times, before).items():
+            for name in ("load_s", "commit_s", "frozen_s"):
+                value = getattr(done.times, name) - getattr(before, name)
                 seconds[name] = max(seconds.get(name, 0.0), value)
         return seconds
 
