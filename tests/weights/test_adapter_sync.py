@@ -172,7 +172,7 @@ def test_auto_falls_back_with_a_reason_and_adapter_refuses(tmp_path):
     assert decide("auto", good) == decide("adapter", good) == SyncPlan(AdapterSource, lora_rank=8)
     assert decide("merged", good) == SyncPlan(PeftSource)
     plan = decide("auto", bad)
-    assert plan.source is PeftSource and not plan.serves_adapter
+    assert plan.source is PeftSource and not plan.lora_rank
     assert "merged" in plan.reason and "bias" in plan.reason
     with refused("lora_sync", "'merged'", got="adapter"):
         decide("adapter", bad)
@@ -188,7 +188,7 @@ def test_engines_without_lora_on_any_node_merge_on_all(other_node_serves):
     engines = [SimpleNamespace(ready=SimpleNamespace(serves_lora=True))]
     gather = SimpleNamespace(extremes=lambda mine: (int(mine and other_node_serves), int(mine)))
     plan = checked_with_engines(decide("auto", adapted()), base, engines, "auto", gather)
-    assert plan.serves_adapter == other_node_serves
+    assert bool(plan.lora_rank) == other_node_serves
     assert other_node_serves or "Qwen2ForCausalLM" in plan.reason
 
 

@@ -1,7 +1,6 @@
 """A rank's client for one engine of its node: requests, replies, and the time of the engine's last message."""
 
 import itertools
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -119,8 +118,7 @@ class EngineClient:
         self.lost = error
         self.unanswered.clear()
         self._early.clear()
-        # else a thread of a test
-        if isinstance(error, EngineStalledError) and self.ready.pid != os.getpid():
+        if isinstance(error, EngineStalledError):
             self._connection.explain_end(f"it stalled and was killed. {error}")
             with suppress(psutil.NoSuchProcess):
                 if self._process is not None:

@@ -256,8 +256,7 @@ class Slots(ABC):
             `WeightSyncError`: if a tensor has another shape than its spec.
         """
         for spec, pieces in zip(specs, tensors, strict=True):
-            if pieces.shape != spec.shape_in_slot:
-                raise WeightSyncError(wrong_shape(spec.name, pieces.shape, spec.shape_in_slot))
+            check_shape(spec.name, pieces.shape, spec.shape_in_slot)
             pieces.copy_to(view_of(self.memory[slot], spec))
         if self.memory[slot].is_cuda or any(pieces.data.is_cuda for pieces in tensors):
             torch.cuda.current_stream().synchronize()
@@ -275,12 +274,13 @@ def new_slots(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
 
-def wrong_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """Return the message of a tensor whose shape is not that of the plan."""
-    return (
-        f"{name} was gathered with shape {got}, expected {expected}: the model changed after the trainer was built. "
-        "Resize or replace its layers before."
-    )
+def check_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raise `WeightSyncError` if the shape of a tensor is not that of the plan."""
+    if got != expected:
+        raise WeightSyncError(
+            f"{name} was gathered with shape {got}, expected {expected}: the model changed after the trainer was "
+            "built. Resize or replace its layers before."
+        )
 
 
 def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:

@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
-from ..errors import WeightSyncError
-from ..transports.base import wrong_shape
+from ..transports.base import check_shape
 from ..transports.pieces import Pieces, joined
 from .buckets import Bucket, WeightMeta, plan_buckets
 from .finite import check_finite
@@ -248,8 +247,8 @@ def shards_of(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> dict[int, Shar
     """
     shards = {}
     for index, (meta, tensor) in enumerate(zip(bucket, tensors, strict=True)):
-        if meta.range is not None and shape_of(tensor) != meta.shape:
-            raise WeightSyncError(wrong_shape(meta.name, shape_of(tensor), meta.shape))
+        if meta.range is not None:
+            check_shape(meta.name, shape_of(tensor), meta.shape)
         if (shard := shard_of(tensor)) is not None:
             shards[index] = shard if meta.range is None else shard.of_range(meta.range)
     return shards
