@@ -164,8 +164,10 @@ def test_memory_for_other_processes_is_no_expandable_segment(name, monkeypatch):
     changes: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", changes.append)
     asked = "max_split_size_mb:64,expandable_segments:True"
-    with without_expandable_segments({name: asked}):
+    monkeypatch.setenv(name, asked)
+    with without_expandable_segments():
         assert changes == ["max_split_size_mb:64,expandable_segments:False"]
     assert changes[1:] == [asked], "a setting that is left out would fall back to its default"
-    with without_expandable_segments({}):
+    monkeypatch.delenv(name)
+    with without_expandable_segments():
         assert len(changes) == 2

@@ -101,7 +101,8 @@ def test_the_machine_is_read_by_the_place_of_a_gpu_among_the_visible_ones(
         torch.cuda, "can_device_access_peer", lambda gpu, other: asked.append((gpu, other)) or False
     )
     devices = EngineDevices(engines, shared_with_training=shared, sender="GPU-c")
-    machine = machine_of(devices, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
+    machine = machine_of(devices)
     assert (machine.gpu, machine.shared, machine.peer_access) == ("NVIDIA", shared, not peers)
     assert asked == peers
 

@@ -1,7 +1,7 @@
 """Transport through CUDA IPC: the workers read the slots in the memory of the local main process's GPU."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -74,7 +74,7 @@ class DeviceSlots(Slots):
 
 
 @contextmanager
-def without_expandable_segments(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+def without_expandable_segments() -> Iterator[None]:
     """
     Turn expandable segments off, so that another process can open the GPU memory allocated inside the context.
 
@@ -82,7 +82,7 @@ def without_expandable_segments(environ: Mapping[str, str] = os.environ) -> Iter
     has none for its parent. While the setting is off, torch's allocator uses no block of an expandable segment. A
     no-op unless expandable segments are configured.
     """
-    settings = environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    settings = os.getenv("PYTORCH_ALLOC_CONF") or os.getenv("PYTORCH_CUDA_ALLOC_CONF") or ""
     if "expandable_segments:True" not in settings:
         yield
         return

@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -56,11 +56,11 @@ def choose(wanted: str, machine: Machine) -> tuple[str, str]:
     )
 
 
-def machine_of(devices: EngineDevices, environ: Mapping[str, str] = os.environ) -> Machine:
+def machine_of(devices: EngineDevices) -> Machine:
     """Return the properties of this node, as its ranks see it."""
     if devices.sender is None:
         return Machine(None)
-    names = visible_devices(environ, torch.cuda.device_count())
+    names = visible_devices(os.environ, torch.cuda.device_count())
     engines = [
         names.index(gpu) for own in devices.per_engine for gpu in own if gpu != devices.sender
     ]
