@@ -130,7 +130,7 @@ def test_one_that_cannot_work_here_is_refused_with_the_way_out(wanted, machine, 
 def test_workers_of_several_engines_have_ranks_of_their_own(tmp_path):
     slots = BroadcastSlots([64] * 2, SlotSettings(folder=tmp_path, workers=[2, 2], timeout_s=60.0))
     told = [slots.open_for(engine) for engine in range(2)]
-    assert told == [Broadcast("gloo", str(slots.message.store), 5, first, 60.0) for first in (1, 3)]
+    assert told == [Broadcast(slots.message.store, 5, first, 60.0) for first in (1, 3)]
 
 
 def test_the_group_of_a_broadcast_ends_with_its_slots(tmp_path):

@@ -172,10 +172,10 @@ class VllmBackend(Backend):
             from PIL import Image
 
             opened = [Image.frombytes(image.mode, image.size, image.data) for image in images]
-            request["multi_modal_data"] = {"image": opened if len(opened) > 1 else opened[0]}
+            request["multi_modal_data"] = {"image": opened}
             # by which vLLM finds the embedding of an image again, which may not serve requests after an update
             names = [f"{self._salt}-{digest_of(image)}" for image in images]
-            request["multi_modal_uuids"] = {"image": names if len(names) > 1 else names[0]}
+            request["multi_modal_uuids"] = {"image": names}
         return request
 
     async def _outputs(

@@ -22,7 +22,6 @@ LEAVE_S = 5.0
 class Broadcast(msgspec.Struct, frozen=True):
     """Slots on each worker's own device; a bucket arrives as a broadcast from rank 0 of a process group."""
 
-    backend: str  # "nccl" or "gloo"
     store: (
         str  # file through which the group's processes find each other, in the run's private folder
     )
@@ -34,14 +33,13 @@ class Broadcast(msgspec.Struct, frozen=True):
 class BroadcastGroup:
     """Process group of a sender and its node's workers, which the first broadcast joins.
 
-    With gloo the join blocks until all processes have joined; NCCL connects in the first collective. It avoids
-    `init_process_group`, because the caller has, or is about to get, a default group of its own, to which this group
-    must not belong.
+    Data on GPUs go through NCCL, which connects in the first collective; others through gloo on the loopback interface,
+    whose join blocks until all processes have joined. The group is not made by `init_process_group`, because the caller
+    has, or is about to get, a default group of its own, to which this group must not belong.
 
     Args:
         memory ([`Broadcast`]):
-            Description of the group. Its backend is `"nccl"`, or `"gloo"` on the loopback interface; its limit holds for
-            joining, too.
+            Description of the group. Its limit holds for joining, too.
         rank (`int`):
             Rank of this process in the group. Rank 0 is the sender.
     """
@@ -58,15 +56,15 @@ class BroadcastGroup:
             `RuntimeError`: torch's error if a process does not take part in time.
         """
         if self._group is None:
-            self._group = self._joined()
+            self._group = self._joined(data.is_cuda)
         self._group.broadcast(data, 0).wait()
 
-    def _joined(self) -> Any:
+    def _joined(self, on_gpu: bool) -> Any:
         memory = self._memory
         timeout = timedelta(seconds=memory.timeout_s)
         store = dist.FileStore(memory.store, memory.size)
         store.set_timeout(timeout)
-        if memory.backend == "nccl":
+        if on_gpu:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             return dist.ProcessGroupNCCL(store, self._rank, memory.size, options)
@@ -116,11 +114,10 @@ class BroadcastSlots(Slots):
         super().__init__(sizes, settings)
         self.memory = new_slots(sizes, settings.device)
         self._workers = settings.workers
-        backend = "nccl" if settings.device.type == "cuda" else "gloo"
         # Another name for every group: the file of a group stays if one of its processes was killed
         store = str(settings.folder / f"weights-{secrets.token_hex(4)}.store")
         size = 1 + sum(settings.workers)
-        self.message = Broadcast(backend, store, size, 1, settings.timeout_s)
+        self.message = Broadcast(store, size, 1, settings.timeout_s)
         self._group = BroadcastGroup(self.message, 0)
 
     @staticmethod

@@ -13,7 +13,7 @@ from ..engine.group import EngineGroup, Posted, answers
 from ..errors import WeightSyncError
 from ..transports.base import Slots
 from ..transports.pieces import Pieces
-from ..wire.messages import Done, UpdateWeights, WeightVersion
+from ..wire.messages import Done, UpdateWeights
 from .timings import SyncTimings
 
 LOOK_S = 1.0  # between two looks whether an engine has stalled
@@ -56,7 +56,7 @@ class BucketSender:
         self._engines = engines
         self._slots = slots
         self._layouts = layouts
-        self._update = update
+        self.update = update
         self._staged = staged
         self.timings = timings
         self._posted: Posted = []
@@ -64,13 +64,9 @@ class BucketSender:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight sync")
         self._stream: torch.cuda.Stream | None = None
 
-    @property
-    def version(self) -> WeightVersion:
-        return self._update.version
-
     def __enter__(self) -> "BucketSender":
         if not self._staged:
-            self._posted = self._engines.post_all(self._update)
+            self._posted = self._engines.post_all(self.update)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -79,7 +75,7 @@ class BucketSender:
             self._slots.signals.end()
         elif self._staged:
             self._slots.signals.send(len(self._layouts) - 1)
-            self._posted = self._engines.post_all(self._update)
+            self._posted = self._engines.post_all(self.update)
 
     def send(self, index: int, pieces: Sequence[Pieces]) -> "Future[None]":
         """Send bucket `index` to the engines. The future is done once the bucket is copied and may be released."""
@@ -130,7 +126,7 @@ class BucketSender:
         """Wait until all workers of the engines that are left have taken a bucket."""
         signals = self._slots.signals
         for client, request in self._posted:
-            if bucket < self._update.first_bucket or client.lost is not None:
+            if bucket < self.update.first_bucket or client.lost is not None:
                 continue
             # the time until now was that of the other stages
             client.last_work = time.monotonic()
@@ -180,7 +176,7 @@ class BucketSender:
                 self._wait_until_taken(len(self._layouts) - 1)
             for client, done in answers(self._posted):
                 assert isinstance(done, Done)
-                client.check_version(done.version, self.version)
+                client.check_version(done.version, self.update.version)
                 self.done.append((client, done))
         except BaseException:
             self._slots.signals.end()

@@ -123,7 +123,7 @@ class WeightSync:
         try:
             sender.wait_for_commit()
         except MultiNodeError as error:
-            error.add_note(f"It happened in weight {sender.version}.")
+            error.add_note(f"It happened in weight {sender.update.version}.")
             raise
         for engine, done in sender.done:
             before = self._times.get(engine.index, EngineTimes())
