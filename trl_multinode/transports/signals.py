@@ -6,12 +6,12 @@ no core, and the end of either process ends the other's wait.
 """
 
 import secrets
-import select
 import socket
 import struct
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from threading import Event
 
@@ -162,8 +162,6 @@ class FollowedSignals:
         self._stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._stream.connect(path)
         self._stream.sendall(GREETING.pack(engine, num_workers))
-        self._poll = select.poll()
-        self._poll.register(self._stream, select.POLLIN)
         self._turn = 0
         self._filled = -1
 
@@ -182,7 +180,7 @@ class FollowedSignals:
         while self._filled < bucket:
             if self.abandoned.is_set():
                 raise UpdateEndedError(f"The update was given up before bucket {bucket}.")
-            if self._poll.poll(ABANDON_S * 1000):
+            if connection.wait([self._stream], ABANDON_S):
                 turn, filled = self._read(bucket)
                 if turn == self._turn and filled == NONE_LEFT:
                     raise UpdateEndedError(f"The sender gave the update up before bucket {bucket}.")

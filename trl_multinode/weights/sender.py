@@ -1,10 +1,10 @@
 """Thread of a rank that copies gathered buckets into slots, which the engines' workers follow."""
 
-import select
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from multiprocessing import connection
 
 import torch
 
@@ -13,6 +13,7 @@ from ..engine.group import EngineGroup, Posted, answers
 from ..errors import WeightSyncError
 from ..transports.base import Slots
 from ..transports.pieces import Pieces
+from ..transports.signals import WorkerStream
 from ..wire.messages import Done, UpdateWeights
 from .timings import SyncTimings
 
@@ -137,10 +138,7 @@ class BucketSender:
     def _wait_for_news(self, client: EngineClient, request: int) -> None:
         """Wait for a signal of an engine's workers or a message of the engine, and look whether it has stalled."""
         workers = self._slots.signals.streams(client.index)
-        poll = select.poll()
-        for number in (client.fileno(), *(worker.fileno() for worker in workers)):
-            poll.register(number, select.POLLIN)
-        ready = {number for number, _ in poll.poll(LOOK_S * 1000)}
+        ready = connection.wait([client.fileno(), *map(WorkerStream.fileno, workers)], LOOK_S)
         spoken = [worker for worker in workers if worker.fileno() in ready]
         for worker in spoken:
             worker.read()
