@@ -76,8 +76,11 @@ COLLECTIVES = {
     "weights.even_pieces": {"all_to_all_single"},
     # of the weights, in two groups
     "weights.gathering": {
-        "all_gather_into_tensor", "all_reduce", "batch_isend_irecv", "new_subgroups_by_enumeration",
-    },  # fmt: skip
+        "all_gather_into_tensor",
+        "all_reduce",
+        "batch_isend_irecv",
+        "new_subgroups_by_enumeration",
+    },
     # with the node's workers, in a group that no other rank is in
     "transports.broadcast": {"broadcast"},
     "rollouts.generation": {"wait_for_everyone"},  # before a sync; `generate` has none

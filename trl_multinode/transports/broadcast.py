@@ -33,9 +33,9 @@ class Broadcast(msgspec.Struct, frozen=True):
 class BroadcastGroup:
     """Process group of a sender and its node's workers, which the first broadcast joins.
 
-    Data on GPUs go through NCCL, which connects in the first collective; others through gloo on the loopback interface,
-    whose join blocks until all processes have joined. The group is not made by `init_process_group`, because the caller
-    has, or is about to get, a default group of its own, to which this group must not belong.
+    Data on GPUs go through NCCL, which connects in the first collective; others go through gloo on the loopback
+    interface, whose join blocks until all processes have joined. It is not made by `init_process_group`, because the
+    caller has, or is about to get, a default group of its own, to which this group must not belong.
 
     Args:
         memory ([`Broadcast`]):

@@ -11,7 +11,7 @@ from uuid import uuid4
 from ..wire.stop_signals import ignore_stop_signals, obey_stop_signals
 from .quiet import quiet_vllm
 
-TAKE_KV_USE = "take_kv_use"  # method of vLLM's core that the engine process calls through vLLM's client
+TAKE_KV_USE = "take_kv_use"  # method of vLLM's core that the engine process calls
 
 
 def extend_core() -> None:

@@ -67,7 +67,9 @@ def plan_buckets(metadata: Sequence[WeightMeta], limit_bytes: int, world: int = 
         layer = list(group)
         pieces = [layer]
         if _padded_bytes(layer) > limit_bytes:
-            pieces = [[part] for meta in layer for part in cut_into_ranges(meta, limit_bytes, world)]
+            pieces = [
+                [part] for meta in layer for part in cut_into_ranges(meta, limit_bytes, world)
+            ]
         for piece in pieces:
             last = buckets[-1]
             if last and (_padded_bytes(last + piece) > limit_bytes or last[0].frozen != frozen):

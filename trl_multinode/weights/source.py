@@ -118,9 +118,7 @@ class ModuleSource(WeightSource):
             sent_as = dtype if casts else tensor.dtype
             # `as_sent` changes whole tensors
             divisible = not self.changed(name)
-            self._metadata.append(
-                WeightMeta(name, sent_as, shape_of(tensor), divisible=divisible)
-            )
+            self._metadata.append(WeightMeta(name, sent_as, shape_of(tensor), divisible=divisible))
 
     def weights(self) -> Iterator[tuple[str, Owner, torch.Tensor]]:
         """Yield each tensor to send: name, module and attribute, and the tensor as it is now."""
@@ -186,7 +184,9 @@ class ModuleSource(WeightSource):
         with torch.no_grad():
             if shards:
                 dtypes = [
-                    tensors[index].dtype if self.changed(bucket[index].name) else bucket[index].dtype
+                    tensors[index].dtype
+                    if self.changed(bucket[index].name)
+                    else bucket[index].dtype
                     for index in shards
                 ]
                 under_way = Gathering(self.gather, list(shards.values()), dtypes, holder)
