@@ -262,15 +262,11 @@ def keep_head_during_backward(model: nn.Module) -> None:
     parameters as external parameters of the model, so that DeepSpeed gathers them with it. A no-op without ZeRO-3.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    sharded = (
-        [parameter for parameter in head.parameters(recurse=False) if is_zero3(parameter)]
-        if head
-        else []
-    )
-    for parameter in sharded:
-        import deepspeed
+    for parameter in head.parameters(recurse=False) if head else ():
+        if is_zero3(parameter):
+            import deepspeed
 
-        deepspeed.zero.register_external_parameter(model, parameter)
+            deepspeed.zero.register_external_parameter(model, parameter)
 
 
 def changes(tensor: torch.Tensor) -> bool:
