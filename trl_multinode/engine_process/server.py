@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -96,7 +97,8 @@ class EngineServer:
                     number = request.request_id
                     growing[number] = found = Growing()
                     found.task = asyncio.create_task(self._answer(request, writer, found))
-                    found.task.add_done_callback(lambda _, number=number: growing.pop(number, None))
+                    # `pop` gets the task as its default
+                    found.task.add_done_callback(partial(growing.pop, number))
                 elif isinstance(request, Peek):
                     writer.write(frame(await completions_so_far(request, growing)))
                 else:

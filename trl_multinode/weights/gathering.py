@@ -44,10 +44,11 @@ class ShardGather:
         self.across = self.within = 0  # collectives so far, across nodes and within a node
         distributed = dist.is_available() and dist.is_initialized()
         self.world: int = dist.get_world_size() if distributed else 1
-        self._rank: int = dist.get_rank() if distributed else 0
         self.ranks = min(ranks_per_node, self.world)
         self._nodes = self.world // self.ranks
-        self._node, self.local_rank = divmod(self._rank, self.ranks)
+        self._rank: int = dist.get_rank() if distributed else 0
+        self._node = self._rank // self.ranks
+        self.local_rank = self._rank % self.ranks
         ranks = list(range(self.world))
         peers = [ranks[local :: self.ranks] for local in range(self.ranks)]
         nodes = [ranks[first : first + self.ranks] for first in ranks[:: self.ranks]]
