@@ -76,10 +76,11 @@ def measure(repeats: int, folder: Path) -> dict:
     with running_engines(model, folder, REAL, max_num_seqs=4) as engines:
         trainer = SyncDriver(model, engines, BUCKET_BYTES)
         sync = trainer.sync
+        num_bytes = sum(meta.num_bytes for bucket in sync.buckets for meta in bucket)
         for repeat in range(-1, repeats):
             for number, arm in enumerate(ARMS if repeat % 2 == 0 else ARMS[::-1]):
                 if arm == "memcpy":
-                    seconds[arm].append(memcpy(sync.num_bytes))
+                    seconds[arm].append(memcpy(num_bytes))
                     continue
                 store = folder / f"{repeat}.{number}"
                 store.mkdir()
@@ -97,7 +98,7 @@ def measure(repeats: int, folder: Path) -> dict:
                 fresh.append(difference(trainer))
                 if sync._slots.kind != transport.kind:
                     raise RuntimeError(f"{arm}: fell back to {sync._slots.kind}")
-    return summarize(seconds, stages, sync.num_bytes) | {
+    return summarize(seconds, stages, num_bytes) | {
         "worst_logprob_difference": max(fresh),
         "stale_logprob_difference": min(stale),
     }

@@ -75,7 +75,12 @@ COLLECTIVES = {
     # of a tensor of few rows under FSDP2, in the world
     "weights.even_pieces": {"all_to_all_single"},
     # of the weights, in two groups
-    "weights.gathering": {"all_gather_into_tensor", "all_reduce", "batch_isend_irecv", "new_group"},
+    "weights.gathering": {
+        "all_gather_into_tensor",
+        "all_reduce",
+        "batch_isend_irecv",
+        "new_subgroups_by_enumeration",
+    },
     # with the node's workers, in a group that no other rank is in
     "transports.broadcast": {"broadcast"},
     "rollouts.generation": {"wait_for_everyone"},  # before a sync; `generate` has none
@@ -92,7 +97,7 @@ COLLECTIVE_NAMES = {
     "gather_for_metrics", "all_gather", "all_gather_into_tensor", "all_reduce", "reduce", "reduce_scatter",
     "broadcast", "broadcast_object_list", "scatter_object_list", "barrier", "monitored_barrier", "all_to_all",
     "all_to_all_single", "batch_isend_irecv",
-    "new_group",
+    "new_group", "new_subgroups_by_enumeration",
 }  # fmt: skip
 
 
@@ -264,14 +269,16 @@ def test_what_the_engine_calls_in_every_worker_is_a_method_of_the_extension():
         n for n in tree("vllm_worker.worker").body if getattr(n, "name", "") == "WorkerExtension"
     ]
     methods = {node.name for node in extension.body if isinstance(node, ast.FunctionDef)}
+    methods |= {node.targets[0].id for node in extension.body if isinstance(node, ast.Assign)}
     calls = [
         node for node in ast.walk(tree("engine_process.vllm_backend")) if isinstance(node, ast.Call)
     ]
-    called = {
-        c.args[0].value
-        for c in calls
-        if isinstance(c.func, ast.Attribute) and c.func.attr == "collective_rpc"
+    by = {
+        name: [c.args[0] for c in calls if getattr(c.func, "attr", "") == name]
+        for name in ("collective_rpc", "_call_everywhere")
     }
+    called = {arg.value for arg in by["collective_rpc"] if isinstance(arg, ast.Constant)}
+    called |= {arg.id for arg in by["_call_everywhere"]}
     assert called - VLLMS_OWN == methods
 
 

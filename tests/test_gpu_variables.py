@@ -97,7 +97,9 @@ def test_gpus_of_an_amd_node_are_those_that_torch_sees(amd, monkeypatch, environ
 @pytest.mark.parametrize(
     "environ", [{}, {"HIP_VISIBLE_DEVICES": "6,7"}, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}]
 )
-def test_vllm_on_rocm_accepts_the_variables_of_an_engine(amd, monkeypatch, vllm_reads, environ):
+def test_vllm_on_rocm_accepts_the_variables_of_an_engine(
+    amd, monkeypatch, vllm_reads, environ, tmp_path
+):
     kept = {
         "ROCR_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
         "GPU_DEVICE_ORDINAL": "0,1",
@@ -105,7 +107,7 @@ def test_vllm_on_rocm_accepts_the_variables_of_an_engine(amd, monkeypatch, vllm_
     }
     set_all(monkeypatch, environ | kept)
     names = visible_devices(os.environ, 2)
-    found = engine_environment(only_visible((names[-1],)))
+    found = engine_environment(only_visible((names[-1],)), tmp_path)
     assert {name: found[name] for name in kept} == kept
     assert found["HIP_VISIBLE_DEVICES"] == found["CUDA_VISIBLE_DEVICES"] == names[-1]
     monkeypatch.setattr(os, "environ", found)

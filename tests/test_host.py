@@ -117,7 +117,9 @@ def test_batches_that_hold_no_whole_groups_are_told_with_ones_that_do(tmp_path):
         )
 
 
-def test_engines_get_nothing_that_would_join_them_to_the_trainers_and_no_token(monkeypatch):
+def test_engines_get_nothing_that_would_join_them_to_the_trainers_and_no_token(
+    monkeypatch, tmp_path
+):
     for name in (
         "RANK",
         "WORLD_SIZE",
@@ -130,7 +132,7 @@ def test_engines_get_nothing_that_would_join_them_to_the_trainers_and_no_token(m
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    found = engine_environment({"CUDA_VISIBLE_DEVICES": "7"})
+    found = engine_environment({"CUDA_VISIBLE_DEVICES": "7"}, tmp_path)
     assert "secret" not in found.values()
     assert found["VLLM_LOGGING_LEVEL"] == "INFO" and found["CUDA_VISIBLE_DEVICES"] == "7"
     assert found["VLLM_HOST_IP"] == "127.0.0.1"  # nothing listens beyond the node
@@ -139,9 +141,9 @@ def test_engines_get_nothing_that_would_join_them_to_the_trainers_and_no_token(m
 
 @pytest.mark.nightly
 @pytest.mark.real
-def test_an_engine_logs_its_start_although_trl_has_asked_vllm_for_silence(monkeypatch):
+def test_an_engine_logs_its_start_although_trl_has_asked_vllm_for_silence(monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # as `import trl` does
-    silenced = engine_environment({})
+    silenced = engine_environment({}, tmp_path)
     assert (silenced["VLLM_LOGGING_LEVEL"], silenced["TRL_MULTINODE_VLLM_LOGGING_LEVEL"]) == (
         "INFO",
         "ERROR",

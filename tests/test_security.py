@@ -189,7 +189,7 @@ def opened_slots(sender: Connection, folder: Path) -> Iterator[BucketSignals]:
     )
     try:
         assert isinstance(ask(sender, request), Done)
-        slots.opened()
+        slots.signals.opened()
         yield slots.signals
     finally:
         slots.close()
@@ -220,7 +220,7 @@ def test_an_update_whose_sender_vanishes_ends_as_failed_and_the_next_one_heals(t
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused_by_the_folder_and_by_the_socket_alone(tmp_path):
     folder = RunFolder(0)
-    path = folder.socket(0)
+    path = folder.path / "engine0.sock"
 
     def foreign(_: int) -> list[str]:
         os.setgroups([])
@@ -295,7 +295,7 @@ def test_a_folder_of_a_run_that_a_cleaner_removed_is_named_with_the_cure(tmp_pat
             EngineSpec(0, str(folder.path), os.getpid(), {}, node=3), tmp_path / "log", {}
         )
     with pytest.raises(EngineDiedError, match=f"{folder.path} was removed"):
-        Connection(str(folder.socket(0)), "engine 0 of node 3", tmp_path / "log")
+        Connection(str(folder.path / "engine0.sock"), "engine 0 of node 3", tmp_path / "log")
 
 
 SECRET_NAMES = (
@@ -353,7 +353,7 @@ def test_the_line_of_a_failed_run_has_no_token():
     )
 
 
-def test_an_engine_gets_no_secrets_no_unpickling_and_no_calls_for_developers(monkeypatch):
+def test_an_engine_gets_no_secrets_no_unpickling_and_no_calls_for_developers(monkeypatch, tmp_path):
     dropped = [
         "HF_TOKEN", "VLLM_API_KEY", "WANDB_API_KEY", "PYTHON_SECRET", "CUDA_PASSWORD", "NCCL_CREDENTIALS",
         "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE", "RANK", "GLOO_SOCKET_IFNAME_OF_TRAINERS",
@@ -367,7 +367,7 @@ def test_an_engine_gets_no_secrets_no_unpickling_and_no_calls_for_developers(mon
     for name in (*dropped, *kept):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    found = engine_environment({})
+    found = engine_environment({}, tmp_path)
     assert not found.keys() & set(dropped) and found.keys() >= set(kept)
     assert found["GLOO_SOCKET_IFNAME"] == "lo" and found["VLLM_HOST_IP"] == "127.0.0.1"
 

@@ -73,7 +73,7 @@ REQUESTS = [
         buckets=((SPEC,), (SPEC, SPEC)), signals="/run/signals", engine=1,
     ),
     OpenSlots(request_id=12, **memory("ipc", DeviceMemory(((b"\0h", 3, True),), 1)), sizes=(1,), buckets=()),
-    OpenSlots(request_id=13, **memory("nccl", Broadcast("nccl", "/run/store", 5, 3, 30.0)), sizes=(1,), buckets=()),
+    OpenSlots(request_id=13, **memory("nccl", Broadcast("/run/store", 5, 3, 30.0)), sizes=(1,), buckets=()),
     CheckSlot(request_id=14, slot=1, num_bytes=2**20, crc=2**32 - 1),
     UpdateWeights(
         request_id=7, version=VERSION, turn=5, first_bucket=3, in_flight=True, recompute_kv=True

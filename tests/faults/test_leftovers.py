@@ -121,7 +121,7 @@ def test_row_38_a_start_of_engines_begins_with_the_removal(places, tmp_path):
     with owner(tmp_path) as rank:
         kill(rank)
     said: list[str] = []
-    fleet = EngineFleet(SimpleNamespace(node=0), None, None, None, tmp_path, said.append)
+    fleet = EngineFleet(SimpleNamespace(node=0), None, None, None, tmp_path, said.append, None)
     with pytest.raises(AttributeError, match="config"):  # there is no model
         fleet.start(None, 1, None, None)
     assert len(said) == 1 and list(places.iterdir()) == [fleet.folder]

@@ -34,6 +34,7 @@ from trl_multinode.host.updates import Updates
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.run.meeting import Meeting
+from trl_multinode.run.phase_file import PhaseFile
 from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch import watch_thread
@@ -80,7 +81,13 @@ class OneNode(Updates):
         self._agreement = SimpleNamespace(meet=Meeting(self.topology, HashStore()).wait)
         self._presence = SimpleNamespace(activity=SimpleNamespace(synced=False))
         self._fleet = EngineFleet(
-            self.topology, self.watch, HashStore(), self.settings, folder, self.lines.append
+            self.topology,
+            self.watch,
+            HashStore(),
+            self.settings,
+            folder,
+            self.lines.append,
+            PhaseFile(folder / "phases", rank=0, node=0),
         )
         self.model = tiny_qwen2()
         environment = CPU_ENVIRONMENT | cores_per_worker(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO
 
 from .faults import FAKE, FORKED, HOOK
@@ -249,7 +250,7 @@ def _vllm_environment(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if is_kept(name) and name.startswith(READ_AT_IMPORT)
     }
-    return engine_environment({**read, **CPU_ENVIRONMENT})
+    return engine_environment({**read, **CPU_ENVIRONMENT}, Path(tempfile.gettempdir()))
 
 
 def _template_of(kind: str, environment: Mapping[str, str]) -> _Template:

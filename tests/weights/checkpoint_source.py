@@ -15,6 +15,7 @@ class CheckpointSource(WeightSource):
     """Weights of a state dict that every rank holds whole, so that gathering them takes no collective."""
 
     def __init__(self, state):
+        super().__init__()
         self._state = state
 
     def metadata(self):
@@ -30,6 +31,3 @@ class CheckpointSource(WeightSource):
     @contextmanager
     def gathering(self, bucket, holder=0):
         yield lambda: [Pieces.whole(self._state[meta.name]) for meta in bucket]
-
-    def release(self):
-        """Nothing to free: the buckets are views of the state dict."""

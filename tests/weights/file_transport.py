@@ -20,13 +20,9 @@ class FolderOfSlots(msgspec.Struct, frozen=True):
 class OpenedFileSlots(OpenedSlots):
     """The worker's end: it waits for the next file and reads it."""
 
-    memory_type = FolderOfSlots
-
-    @classmethod
-    def open(cls, memory, sizes, device, worker):
-        opened = cls([torch.empty(size, dtype=torch.uint8) for size in sizes], device)
-        opened._files = (Path(memory.path, f"bucket{number}") for number in itertools.count())
-        return opened
+    def __init__(self, memory, sizes, device, worker):
+        super().__init__([torch.empty(size, dtype=torch.uint8) for size in sizes], device)
+        self._files = (Path(memory.path, f"bucket{number}") for number in itertools.count())
 
     def arrive(self, data):
         file, deadline = next(self._files), time.monotonic() + HANG_S
@@ -40,6 +36,7 @@ class FileSlots(Slots):
     """The sender's end: it writes a file per bucket, and renames it when it is complete."""
 
     kind = "file"
+    memory_type = FolderOfSlots
     opened_as = OpenedFileSlots
 
     def __init__(self, sizes, settings):

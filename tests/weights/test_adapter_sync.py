@@ -76,8 +76,8 @@ def test_an_adapter_or_a_base_that_was_merged_or_changed_after_the_start_is_told
     source = AdapterSource(model.get_base_model(), torch.float32)
     (bucket,) = plan_buckets(source.metadata()[-2:], 1 << 30)
     model.merge_adapter()
-    with pytest.raises(WeightSyncError, match="'default'"), source.gathering(bucket):
-        pass
+    with pytest.raises(WeightSyncError, match="'default'"):
+        source.check(bucket, step=0, frozen=False)
     model.unmerge_adapter()
     with model.disable_adapter(), source.gathering(bucket) as finish:
         a, b = finish()
@@ -89,8 +89,8 @@ def test_an_adapter_or_a_base_that_was_merged_or_changed_after_the_start_is_told
         model = adapted()
         source = AdapterSource(model.get_base_model(), torch.float32)
         change(model)
-        with pytest.raises(WeightSyncError, match="lora_sync='merged'"), source.gathering(bucket):
-            pass
+        with pytest.raises(WeightSyncError, match="lora_sync='merged'"):
+            source.check(bucket, step=0, frozen=False)
 
 
 # ---- what vLLM cannot serve
@@ -172,7 +172,7 @@ def test_auto_falls_back_with_a_reason_and_adapter_refuses(tmp_path):
     assert decide("auto", good) == decide("adapter", good) == SyncPlan(AdapterSource, lora_rank=8)
     assert decide("merged", good) == SyncPlan(PeftSource)
     plan = decide("auto", bad)
-    assert plan.source is PeftSource and not plan.serves_adapter
+    assert plan.source is PeftSource and not plan.lora_rank
     assert "merged" in plan.reason and "bias" in plan.reason
     with refused("lora_sync", "'merged'", got="adapter"):
         decide("adapter", bad)
@@ -188,7 +188,7 @@ def test_engines_without_lora_on_any_node_merge_on_all(other_node_serves):
     engines = [SimpleNamespace(ready=SimpleNamespace(serves_lora=True))]
     gather = SimpleNamespace(extremes=lambda mine: (int(mine and other_node_serves), int(mine)))
     plan = checked_with_engines(decide("auto", adapted()), base, engines, "auto", gather)
-    assert plan.serves_adapter == other_node_serves
+    assert bool(plan.lora_rank) == other_node_serves
     assert other_node_serves or "Qwen2ForCausalLM" in plan.reason
 
 

@@ -57,8 +57,8 @@ def cudart(monkeypatch):
 def test_both_ends_register_their_mapping_and_unregister_it_on_close(cudart):
     runtime = cudart()
     slots = HostSlots([256] * 2, SlotSettings(pin=True))
-    opened = OpenedHostSlots.open(slots.open_for(0), (), CUDA, worker=0)
-    slots.opened()
+    opened = OpenedHostSlots(slots.open_for(0), (), CUDA, worker=0)
+    slots.signals.opened()
     assert len(runtime.registered) == 4
     opened.close()
     opened.close()
@@ -82,8 +82,8 @@ def test_slots_that_nobody_closed_are_unregistered_before_they_are_unmapped(cuda
 
     monkeypatch.setattr(runtime, "cudaHostUnregister", seen)
     slots = HostSlots([1 << 20] * 2, SlotSettings(pin=True))
-    OpenedHostSlots.open(slots.open_for(0), (), CUDA, worker=0)
-    slots.opened()
+    OpenedHostSlots(slots.open_for(0), (), CUDA, worker=0)
+    slots.signals.opened()
     del slots
     gc.collect()
     assert not runtime.registered
@@ -143,7 +143,7 @@ def test_a_worker_that_cannot_page_lock_says_so_in_its_log(cudart, caplog):
     cudart(fails_at=1)
     slots = HostSlots([256] * 2, SlotSettings())
     with caplog.at_level(logging.WARNING):
-        OpenedHostSlots.open(slots.open_for(0), (), CUDA, worker=0).close()
+        OpenedHostSlots(slots.open_for(0), (), CUDA, worker=0).close()
     slots.close()
     assert "not page-locked" in caplog.text and "CUDA error 2" in caplog.text
 
@@ -164,8 +164,10 @@ def test_memory_for_other_processes_is_no_expandable_segment(name, monkeypatch):
     changes: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", changes.append)
     asked = "max_split_size_mb:64,expandable_segments:True"
-    with without_expandable_segments({name: asked}):
+    monkeypatch.setenv(name, asked)
+    with without_expandable_segments():
         assert changes == ["max_split_size_mb:64,expandable_segments:False"]
     assert changes[1:] == [asked], "a setting that is left out would fall back to its default"
-    with without_expandable_segments({}):
+    monkeypatch.delenv(name)
+    with without_expandable_segments():
         assert len(changes) == 2

@@ -89,7 +89,7 @@ class Model(nn.Module):
 
 def joined(source: ModuleSource, limit: int) -> dict[str, torch.Tensor]:
     assert sum(meta.range is not None for bucket in source.buckets(limit) for meta in bucket) > 1
-    found = received(source, limit, source._gather.is_local_main)
+    found = received(source, limit, source.gather.is_local_main)
     assert not source._held
     return found
 
@@ -136,7 +136,7 @@ def test_a_tensor_that_its_own_library_gathers_is_gathered_once_for_all_ranges(t
         left, counts, release = [], [], source.release
         source.release = lambda: (
             left.extend(source._held),
-            counts.append(source.collectives[0]),
+            counts.append(source.gather.across),
             release(),
         )
         found = joined(source, 700)

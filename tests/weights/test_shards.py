@@ -101,7 +101,7 @@ def test_fsdp2_shards_are_gathered_with_one_collective_and_as_full_tensor_would(
         counted = count_collectives()
         with source.gathering(bucket) as finish:
             pieces = finish()
-            assert tuple(counted) == source.collectives == (0, 1)
+            assert counted == [source.gather.across, source.gather.within] == [0, 1]
             return (
                 [torch.equal(p.full(), t) for p, t in zip(pieces, expected, strict=True)]
                 if rank == 0
@@ -141,7 +141,7 @@ def test_tensors_of_few_rows_are_spread_evenly_before_they_are_gathered(tmp_path
         source.release()
         with source.gathering(bucket) as finish:
             pieces = finish()
-            assert tuple(counted) == source.collectives
+            assert counted == [gather.across, gather.within]
             padding = pieces[0].data.numel() - experts * 61
             if rank % 2:
                 return list(counted)
@@ -168,7 +168,7 @@ def test_tensors_of_few_rows_are_spread_evenly_before_they_are_gathered(tmp_path
 
 def shared(cut: Cut, other: Cut) -> list[list[int]]:
     """Return how many elements of each rank's piece are in each rank's piece of the other cut."""
-    pieces, others = ([each.interval(rank) for rank in range(each.world)] for each in (cut, other))
+    pieces, others = (each.whole().intervals(each.numel) for each in (cut, other))
     return [[end - start for start, end in even_pieces.overlaps(piece, others)] for piece in pieces]
 
 
@@ -186,7 +186,7 @@ def test_two_cuts_of_a_tensor_share_each_element_once():
         table = shared(old, new)
         assert table == [list(row) for row in zip(*shared(new, old), strict=True)]
         assert [sum(row) for row in table] == [
-            end - first for first, end in map(old.interval, range(world))
+            end - first for first, end in old.whole().intervals(numel)
         ]
         assert new.padding < world
 

@@ -43,8 +43,8 @@ def slots(request, tmp_path):
 
 def test_a_slot_holds_every_tensor_in_its_own_dtype_and_the_receiver_has_copies(slots):
     weights, bias = torch.randn(2, 3), torch.randn(2)
-    opened = slots.opened_as.open(slots.open_for(0), slots.sizes, CPU, worker=0)
-    slots.opened()
+    opened = slots.opened_as(slots.open_for(0), slots.sizes, CPU, worker=0)
+    slots.signals.opened()
     specs = slot_layout(BUCKET)
     for _ in range(2):  # the first broadcast also joins the group
         weights += 1
@@ -101,7 +101,8 @@ def test_the_machine_is_read_by_the_place_of_a_gpu_among_the_visible_ones(
         torch.cuda, "can_device_access_peer", lambda gpu, other: asked.append((gpu, other)) or False
     )
     devices = EngineDevices(engines, shared_with_training=shared, sender="GPU-c")
-    machine = machine_of(devices, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
+    machine = machine_of(devices)
     assert (machine.gpu, machine.shared, machine.peer_access) == ("NVIDIA", shared, not peers)
     assert asked == peers
 
@@ -129,7 +130,7 @@ def test_one_that_cannot_work_here_is_refused_with_the_way_out(wanted, machine, 
 def test_workers_of_several_engines_have_ranks_of_their_own(tmp_path):
     slots = BroadcastSlots([64] * 2, SlotSettings(folder=tmp_path, workers=[2, 2], timeout_s=60.0))
     told = [slots.open_for(engine) for engine in range(2)]
-    assert told == [Broadcast("gloo", str(slots._store), 5, first, 60.0) for first in (1, 3)]
+    assert told == [Broadcast(slots.message.store, 5, first, 60.0) for first in (1, 3)]
 
 
 def test_the_group_of_a_broadcast_ends_with_its_slots(tmp_path):
@@ -139,7 +140,7 @@ def test_the_group_of_a_broadcast_ends_with_its_slots(tmp_path):
         [],
     )
     slots._group = SimpleNamespace(abort=lambda: ended.append("sender") or 1 / 0)
-    opened = OpenedBroadcastSlots.open(slots.open_for(0), slots.sizes, CPU, 0)
+    opened = OpenedBroadcastSlots(slots.open_for(0), slots.sizes, CPU, 0)
     opened._group = SimpleNamespace(abort=lambda: ended.append("worker"))
     for _ in range(2):
         slots.close()
@@ -246,7 +247,7 @@ def test_weights_go_through_host_memory_while_an_engine_is_lost_and_are_broadcas
         trainer.send()
         assert trainer.sync._slots.kind == "nccl"
         # whose destructor never ran
-        of_a_killed_worker = dist.FileStore(str(trainer.sync._slots._store), 3)
+        of_a_killed_worker = dist.FileStore(str(trainer.sync._slots.message.store), 3)
         engines[1].lose(EngineDiedError("killed"))
         trainer.perturb()
         version = trainer.send()

@@ -113,7 +113,7 @@ def test_gathered_gives_the_tensors_of_the_bucket_in_its_order():
         # no copy where nothing is sharded
         assert tensors[-1].data_ptr() == model.embed.weight.data_ptr()
         assert tensors[-1].dtype == torch.float32 and not tensors[-1].requires_grad
-    assert source.collectives == (0, 0)
+    assert source.gather.across == source.gather.within == 0
 
 
 def test_a_parameter_that_a_wrapper_replaced_is_sent_as_it_is_now():

@@ -160,20 +160,18 @@ class Counting(WeightSource):
     """Eight buckets of one tensor; counts the contexts that are open."""
 
     def __init__(self):
-        self.open = self.most = self.released = self.gathered = 0
+        super().__init__()
+        self.open = self.most = self.released = 0
 
     def metadata(self) -> list[WeightMeta]:
         return [WeightMeta(f"layers.{index}.w", torch.float32, (64,)) for index in range(8)]
 
     def check(self, weights, step, frozen) -> None: ...
 
-    @property
-    def collectives(self) -> tuple[int, int]:
-        return self.gathered, 2 * self.gathered
-
     @contextmanager
     def gathering(self, bucket, holder=0) -> Iterator:
-        self.gathered += 1
+        self.gather.across += 1
+        self.gather.within += 2
         self.open += 1
         self.most = max(self.most, self.open)
         try:

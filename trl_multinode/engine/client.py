@@ -1,8 +1,6 @@
 """A rank's client for one engine of its node: requests, replies, and the time of the engine's last message."""
 
 import itertools
-import os
-import select
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -121,8 +119,7 @@ class EngineClient:
         self.lost = error
         self.unanswered.clear()
         self._early.clear()
-        # else a thread of a test
-        if isinstance(error, EngineStalledError) and self.ready.pid != os.getpid():
+        if isinstance(error, EngineStalledError):
             self._connection.explain_end(f"it stalled and was killed. {error}")
             with suppress(psutil.NoSuchProcess):
                 if self._process is not None:
@@ -141,11 +138,7 @@ class EngineClient:
     @property
     def has_ended(self) -> bool:
         """Return whether this engine is lost, or has closed the connection; without waiting."""
-        if self.lost is not None:
-            return True
-        poll = select.poll()
-        poll.register(self, select.POLLIN)
-        return bool(poll.poll(0)) and self._connection.at_end()
+        return self.lost is not None or self._connection.at_end()
 
     def fileno(self) -> int:
         """Return the connection's file descriptor, so that a selector can wait for the engine."""

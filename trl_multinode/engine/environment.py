@@ -32,35 +32,30 @@ def is_kept(name: str) -> bool:
     return name in (*KEPT_VARIABLES, *AMD_VARIABLES) or name.startswith(KEPT_PREFIXES)
 
 
-def engine_environment(extra: dict[str, str], folder: Path | None = None) -> dict[str, str]:
+def engine_environment(extra: dict[str, str], folder: Path) -> dict[str, str]:
     """Return the allow-listed environment of an engine, with `extra` on top.
 
     Args:
         extra (`dict[str, str]`):
             Variables of this engine: devices, thread counts.
-        folder (`Path`, *optional*):
+        folder (`Path`):
             Private folder of the run, for vLLM's sockets. They have no owner: 7 per engine would stay in `TMPDIR`.
     """
     kept = {name: value for name, value in os.environ.items() if is_kept(name)}
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    # An engine at TP 1 has 13 gloo listeners, by default on the address to which the host's name resolves
-    local = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    private = {} if folder is None else {"VLLM_RPC_BASE_PATH": str(folder)}
-    # vLLM's process titles would overwrite /proc/<pid>/environ, which shows the run that a process belongs to
-    readable = {"SPT_NOENV": "1"}
-    # vLLM forks by default until CUDA is initialized, and a fork inherits `plugins_loaded = True`: it would not run
-    # our plugin, and the engine would refuse to start. `vllm serve` and vLLM on a CPU spawn too.
-    spawning = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    return {
-        **kept,
-        **quiet,
-        **local,
-        **private,
-        **readable,
-        **spawning,
-        **logging_levels(),
-        **extra,
+    own = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # An engine at TP 1 has 13 gloo listeners, by default on the address to which the host's name resolves
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_RPC_BASE_PATH": str(folder),
+        # vLLM's process titles would overwrite /proc/<pid>/environ, which shows the run that a process belongs to
+        "SPT_NOENV": "1",
+        # vLLM forks by default until CUDA is initialized, and a fork inherits `plugins_loaded = True`: it would not
+        # run our plugin, and the engine would refuse to start. `vllm serve` and vLLM on a CPU spawn too.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
+    return kept | own | logging_levels() | extra
 
 
 def logging_levels() -> dict[str, str]:

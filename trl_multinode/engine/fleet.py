@@ -37,7 +37,7 @@ class EngineFleet:
     """Engines of one node, as one of its ranks uses them.
 
     ```python
-    fleet = EngineFleet(topology, watch, store, settings, logs, report)
+    fleet = EngineFleet(topology, watch, store, settings, logs, report, phases)
     if topology.is_local_main:
         fleet.launch(engine_settings, num_engines, outline, processing_class)  # optional, before a model is loaded
         fleet.start(engine_settings, num_engines, model, processing_class)
@@ -59,7 +59,7 @@ class EngineFleet:
             Folder of this node's engine logs.
         report (`Callable[[str], None]`):
             Function that prints a line of progress; only local main processes call it.
-        phases (`PhaseFile`, *optional*):
+        phases (`PhaseFile`):
             File of this rank's phases. The engines record their states beside it.
     """
 
@@ -71,7 +71,7 @@ class EngineFleet:
         settings: NodeSettings,
         logs: Path,
         report: Callable[[str], None],
-        phases: PhaseFile | None = None,
+        phases: PhaseFile,
     ):
         self._topology = topology
         self._watch = watch
@@ -163,21 +163,16 @@ class EngineFleet:
     def _start_engine(self, index: int) -> EngineProcess:
         settings, model_folder = self._launched
         node = self._topology.node
-        phases = self._phases
-        states = (
-            None
-            if phases is None
-            else phases.path.absolute().with_name(f"node{node}_engine{index}.jsonl")
-        )
+        states = self._phases.path.absolute().with_name(f"node{node}_engine{index}.jsonl")
         spec = EngineSpec(
             index=index,
             folder=str(self.folder),
             owner_pid=os.getpid(),
             engine_args=settings.arguments(model_folder, index),
             start=self._processes[index].start + 1 if index < len(self._processes) else 0,
-            state_path=str(states or ""),
+            state_path=str(states),
             node=node,
-            attempt=1 if phases is None else phases.attempt,
+            attempt=self._phases.attempt,
         )
         return EngineProcess(
             spec,

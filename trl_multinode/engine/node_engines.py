@@ -71,7 +71,6 @@ class NodeEngines(EngineGroup):
         self._window = window
         self._load = EngineLoad(load, len(sockets))
         self._stream: RequestStream | None = None  # the open one, or that of the running `generate`
-        self._stays_open = False
         super().__init__(map(self._connect, range(len(sockets))))
 
     def _connect(self, index: int, timeout_s: float = 30.0) -> EngineClient:
@@ -102,8 +101,9 @@ class NodeEngines(EngineGroup):
     def renew_later(self, indices: Iterable[int]) -> None:
         """Let the thread that uses these connections call `renew` before its next request. Any thread calls it."""
         self._renew_next |= set(indices)
-        if self._stream is not None and self._stays_open:
-            self._stream.renew_with(self._renew_now)
+        stream = self._stream
+        if stream is not None:
+            stream.renew_with(self._renew_now)
 
     def _renew_now(self) -> Sequence[EngineClient]:
         indices = self._renew_next
@@ -191,7 +191,6 @@ class NodeEngines(EngineGroup):
                 Keywords of vLLM's `SamplingParams`.
         """
         self._stream = self._new_stream(max_tokens, sampling)
-        self._stays_open = True
         return self._stream
 
     def _new_stream(self, max_tokens: int, sampling: dict) -> RequestStream:
@@ -205,7 +204,7 @@ class NodeEngines(EngineGroup):
                 client.shutdown(timeout_s)
 
     def close(self) -> None:
-        stream = self._stream if self._stays_open else None  # a `generate` closes its own
+        stream = self._stream
         if stream is not None and stream.rows_left == 0:  # otherwise a thread uses it
             stream.close()
         for client in self:

@@ -109,7 +109,8 @@ class EngineRestarts:
                 return None
             process.record_loss(why)
             if self._counts[index] >= self._limit:
-                return self._last_end(process, why)
+                after = f" after {self._limit} restart(s) (`engine_restarts={self._limit}`)"
+                return f"{process.name} ended{after if self._limit else ''}: {why}"
             self._counts[index] += 1
             self._starting.add(index)
         self._announce(index, why)
@@ -117,11 +118,6 @@ class EngineRestarts:
             target=self._start, args=(index,), name=f"restart of engine {index}", daemon=True
         ).start()
         return None
-
-    def _last_end(self, process: EngineProcess, why: str) -> str:
-        if not self._limit:
-            return f"{process.name} ended: {why}"
-        return f"{process.name} ended after {self._limit} restart(s) (`engine_restarts={self._limit}`): {why}"
 
     def _announce(self, index: int, why: str) -> None:
         left = self._limit - self._counts[index]

@@ -30,9 +30,6 @@ class RunFolder:
         hold(self.path / OWNER_LOCK)
         self._reserve = [os.open(os.devnull, os.O_RDONLY) for _ in range(RESERVED)]
 
-    def socket(self, index: int) -> Path:
-        return self.path / f"engine{index}.sock"
-
     def remove(self) -> None:
         while self._reserve:
             os.close(self._reserve.pop())

@@ -1,5 +1,6 @@
 """Settings that an engine starts with: vLLM's arguments, environment, a directory of the model without weights."""
 
+import copy
 import importlib.util
 import json
 import os
@@ -232,10 +233,9 @@ def save_without_weights(model: Any, processing_class: Any, folder: Path) -> Non
     written from the trainer's own objects.
     """
     folder.mkdir(mode=0o700)
-    model.config.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = [type(model).__name__]  # missing if the model was built from a config
-    (folder / "config.json").write_text(json.dumps(config))
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]  # missing if the model was built from a config
+    config.save_pretrained(folder)
     processing_class.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.to_json_file(folder / "generation_config.json")

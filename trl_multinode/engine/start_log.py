@@ -72,12 +72,7 @@ class StartLog:
 
     def follow(self) -> None:
         """Read what is new in the log, and note the stages that have begun."""
-        try:
-            with open(self._path, "rb") as log:
-                log.seek(self._read_to)
-                new = log.read()
-        except OSError:
-            return
+        new = self._read_from(self._read_to)
         self._read_to += len(new)
         text = (self._rest + new).decode(errors="replace")
         self._rest = (self._rest + new)[-LONGEST_PHRASE:]
@@ -112,10 +107,13 @@ class StartLog:
         return None
 
     def _lines(self) -> list[str]:
+        text = self._read_from(self._start).decode(errors="replace")
+        return [line for line in text.splitlines() if line.strip()]
+
+    def _read_from(self, start: int) -> bytes:
         try:
             with open(self._path, "rb") as log:
-                log.seek(self._start)
-                text = log.read().decode(errors="replace")
+                log.seek(start)
+                return log.read()
         except OSError:
-            return []
-        return [line for line in text.splitlines() if line.strip()]
+            return b""

@@ -7,13 +7,14 @@ ones run, and the open ones of an engine that died or stalled begin again on ano
 import os
 import selectors
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ..errors import EngineError
 from ..wire.messages import Completions, Generate, Image, Message, Peek, pack_ids
 from .client import LOSSES, EngineClient, Rollout
 from .load import EngineLoad
@@ -74,31 +75,6 @@ class Lane:
     num_rows: int = 0  # of `open`; any thread may read it
 
 
-class WakeUp:
-    """File that any thread makes readable, to end the wait of the thread that polls."""
-
-    def __init__(self) -> None:
-        self.is_closed = False
-        self._lock = threading.Lock()  # a number of a closed file may be another file's
-        self._event = os.eventfd(0)
-
-    def fileno(self) -> int:
-        return self._event
-
-    def set(self) -> None:
-        with self._lock:
-            if not self.is_closed:
-                os.eventfd_write(self._event, 1)
-
-    def clear(self) -> None:
-        os.eventfd_read(self._event)
-
-    def close(self) -> None:
-        with self._lock:
-            self.is_closed = True
-            os.close(self._event)
-
-
 class RequestStream:
     """Requests under way on the engines of a node. One thread calls `poll`; any other thread may call `add`.
 
@@ -136,12 +112,15 @@ class RequestStream:
         )
         self._num_added = self._num_ended = 0  # each is written by one thread
         self._asked: deque[Peeking] = deque()
-        self._wake_up = WakeUp()
+        # any thread writes it, to end the wait of the thread that polls
+        self._event = os.eventfd(0)
+        # not in `close`, after which a thread may still write: the number could be another file's
+        weakref.finalize(self, os.close, self._event)
         self._select()
 
     def _select(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_up, selectors.EVENT_READ)
+        self._selector.register(self._event, selectors.EVENT_READ)
         for lane in self._lanes:
             if lane.client.lost is None:
                 self._selector.register(lane.client, selectors.EVENT_READ, lane.client)
@@ -161,7 +140,7 @@ class RequestStream:
         It returns the connections to all engines.
         """
         self._renew = renew
-        self._wake_up.set()
+        os.eventfd_write(self._event, 1)
 
     @property
     def rows_left(self) -> int:
@@ -177,13 +156,13 @@ class RequestStream:
         """Queue requests, and wake the thread that polls."""
         self._num_added += sum(request.num_completions for request in requests)
         self._waiting.extend(requests)
-        self._wake_up.set()
+        os.eventfd_write(self._event, 1)
 
     def peek(self) -> "Peeking":
         """Ask for the rows under way as far as they are made; the thread that polls collects the answers."""
         peeking = Peeking()
         self._asked.append(peeking)
-        self._wake_up.set()
+        os.eventfd_write(self._event, 1)
         return peeking
 
     def poll(self, timeout_s: float = 1.0) -> list[tuple[Request, list[Rollout]]]:
@@ -198,14 +177,14 @@ class RequestStream:
         ended = []
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
-                self._wake_up.clear()
-            elif (found := self._received(key.data)) is not None:
-                ended.append(found)
+                os.eventfd_read(self._event)
+                continue
+            with self._loss_accepted(key.data):
+                if (found := self._receive(key.data)) is not None:
+                    ended.append(found)
         for lane in list(self._lanes):
-            try:
+            with self._loss_accepted(lane.client):
                 lane.client.check_stall()
-            except LOSSES as error:
-                self._lose(lane.client, error)
         self._num_ended += sum(request.num_completions for request, _ in ended)
         return ended
 
@@ -219,22 +198,17 @@ class RequestStream:
             self._select()
             self._renew = None
 
-    def _received(self, client: EngineClient) -> tuple[Request, list[Rollout]] | None:
+    @contextmanager
+    def _loss_accepted(self, client: EngineClient) -> Iterator[None]:
+        """Give an engine up that dies or stalls inside. Its requests begin again, before those that wait."""
         try:
-            return self._receive(client)
+            yield
         except LOSSES as error:
-            self._lose(client, error)
-            return None
-
-    def _lose(self, client: EngineClient, error: EngineError) -> None:
-        """Give an engine up. Its requests begin again, before those that wait."""
-        if not client.tolerant:
-            raise error
-        if client.lost is not None:
-            return
-        self._selector.unregister(client)
-        client.lose(error)
-        self._begin_again(client)
+            if not client.tolerant:
+                raise
+            self._selector.unregister(client)
+            client.lose(error)
+            self._begin_again(client)
 
     def _begin_again(self, client: EngineClient) -> None:
         lane = self._lanes[client.index]
@@ -247,7 +221,7 @@ class RequestStream:
 
     def _send_waiting(self) -> None:
         while self._waiting and (room := self._engines_with_room()):
-            request = self._waiting.popleft()
+            request = self._waiting[0]
             engine = self._load.take(self._cost(request), self._candidates(request, room))
             self._last = (request.group, engine)
             message = replace(
@@ -260,24 +234,21 @@ class RequestStream:
                 max_tokens=self._left(request),
             )
             lane = self._lanes[engine]
-            try:
-                lane.open[lane.client.post(message)] = request
+            with self._loss_accepted(lane.client):
+                number = lane.client.post(message)
+                lane.open[number] = self._waiting.popleft()
                 lane.num_rows += request.num_completions
-            except LOSSES as error:
+            if lane.client.lost is not None:
                 self._load.give_back(engine, self._cost(request))
-                self._waiting.appendleft(request)
-                self._lose(lane.client, error)
 
     def _send_peeks(self) -> None:
         while self._asked:
             peeking = self._asked.popleft()
             for lane in list(self._lanes):
                 if lane.num_rows and lane.client.lost is None:
-                    try:
+                    with self._loss_accepted(lane.client):
                         lane.peeks[lane.client.post(Peek())] = peeking
                         peeking.num_open += 1
-                    except LOSSES as error:
-                        self._lose(lane.client, error)
             peeking.end_if_complete()
 
     def _engines_with_room(self) -> list[int]:
@@ -328,9 +299,6 @@ class RequestStream:
 
     def close(self) -> None:
         """Forget all requests, after a failure or at the end, when no thread polls. A second call does nothing."""
-        if self._wake_up.is_closed:
-            return
-        self._wake_up.close()
         self._selector.close()
         for lane in self._lanes:
             for request_id, request in lane.open.items():

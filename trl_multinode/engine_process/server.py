@@ -91,9 +91,11 @@ class EngineServer:
                 if isinstance(request, UpdateWeights):
                     self._update = writer, request
                 if isinstance(request, Generate | Score | Await | UpdateWeights):
-                    growing[request.request_id] = found = Growing()
+                    number = request.request_id
+                    growing[number] = found = Growing()
                     found.task = asyncio.create_task(self._answer(request, writer, found))
-                    found.task.add_done_callback(partial(_forget, growing, request.request_id))
+                    # `pop` gets the task as its default
+                    found.task.add_done_callback(partial(growing.pop, number))
                 elif isinstance(request, Peek):
                     writer.write(frame(await completions_so_far(request, growing)))
                 else:
@@ -166,17 +168,14 @@ class EngineServer:
         self._update = None
         self._weights.broken = f"the engine holds mixed weights, because an update failed: {reason}"
         self._weights.error = error
-        await self._abort_completions()
-        await self._weights.end(update.version.update, None)
-
-    async def _abort_completions(self) -> None:
-        """End the completions that a failed update in flight has frozen; their ranks get the reason."""
+        # completions that an update in flight has frozen; their ranks get the reason
         self._aborted |= self._generating
         for task in self._generating:
             task.cancel()
         await self._weights.idle()
         self._clock.freeze(False)
         self._states.end_update()
+        await self._weights.end(update.version.update, None)
 
     async def _stop_if_leaving(self) -> None:
         """Return after `CAUSE_S`, or never if this process is ending: the owner then reads why, and not vLLM's error,
@@ -275,10 +274,6 @@ class EngineServer:
         with self._clock.request(request.num_completions) as growing.end_row:
             await self._backend.generate(request, growing)
         return growing.rows
-
-
-def _forget(growing: dict[int, Growing], request_id: int, _: asyncio.Task) -> None:
-    growing.pop(request_id, None)
 
 
 async def completions_so_far(request: Peek, growing: Mapping[int, Growing]) -> Completions:

@@ -4,15 +4,15 @@ import asyncio
 import gc
 import hashlib
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from ..vllm_worker.core import IGNORE_STOPS, OBEY_STOPS, QUIET, TAKE_KV_USE
+from ..vllm_worker.core import TAKE_KV_USE
 from ..vllm_worker.plugin import BACKEND
-from ..vllm_worker.quiet import quiet
+from ..vllm_worker.quiet import quiet_vllm
 from ..wire.messages import (
     EngineSpec,
     Generate,
@@ -24,6 +24,7 @@ from ..wire.messages import (
     unpack_ids,
 )
 from ..wire.messages import Image as WireImage
+from ..wire.stop_signals import ignore_stop_signals, obey_stop_signals
 from ..wire.supervisor import descendants, is_resource_tracker
 from .backend import Backend, CompletionBuffer, Growing, Refused
 
@@ -79,15 +80,13 @@ class VllmBackend(Backend):
         self._llm = AsyncLLM.from_engine_args(args, usage_context=context)
         if self._llm.vllm_config.model_config.is_multimodal_model:
             take_expanded_prompts(self._llm.renderer.get_mm_processor())
-        await self._llm.engine_core.call_utility_async(IGNORE_STOPS)
-        await self._llm.collective_rpc("ignore_stop_signals")
+        await self._call_everywhere(ignore_stop_signals)
         count_tokens(self._llm.engine_core, self._running)
         self._params_cls = SamplingParams
         await self._llm.collective_rpc("keep_seeds")
         self._truncated = await self._why_truncated()
-        quiet()
-        await self._llm.engine_core.call_utility_async(QUIET)
-        await self._llm.collective_rpc("quiet_vllm")
+        quiet_vllm()
+        await self._call_everywhere(quiet_vllm)
         gc.freeze()
         gc.set_threshold(NEW_OBJECTS_PER_COLLECTION)
 
@@ -174,10 +173,10 @@ class VllmBackend(Backend):
             from PIL import Image
 
             opened = [Image.frombytes(image.mode, image.size, image.data) for image in images]
-            request["multi_modal_data"] = {"image": opened if len(opened) > 1 else opened[0]}
+            request["multi_modal_data"] = {"image": opened}
             # by which vLLM finds the embedding of an image again, which may not serve requests after an update
             names = [f"{self._salt}-{digest_of(image)}" for image in images]
-            request["multi_modal_uuids"] = {"image": names if len(names) > 1 else names[0]}
+            request["multi_modal_uuids"] = {"image": names}
         return request
 
     async def _outputs(
@@ -253,13 +252,14 @@ class VllmBackend(Backend):
 
     async def stop(self) -> None:
         with suppress(Exception):  # a process that does not respond is killed
-            await asyncio.wait_for(self._obey_stops(), OBEY_S)
+            # vLLM's own shutdown ends its processes by SIGTERM
+            await asyncio.wait_for(self._call_everywhere(obey_stop_signals), OBEY_S)
         self._llm.shutdown(timeout=12)  # two workers need 5 s; later vLLM kills them with a warning
 
-    async def _obey_stops(self) -> None:
-        """Let vLLM end its processes by SIGTERM, as its own shutdown does."""
-        await self._llm.collective_rpc("obey_stop_signals")
-        await self._llm.engine_core.call_utility_async(OBEY_STOPS)
+    async def _call_everywhere(self, function: Callable[[], None]) -> None:
+        """Call a function in vLLM's workers and in its core, which have it as a method of that name."""
+        await self._llm.collective_rpc(function.__name__)
+        await self._llm.engine_core.call_utility_async(function.__name__)
 
 
 def digest_of(image: WireImage) -> str:

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -94,8 +94,6 @@ class OpenedSlots:
             Seconds of an update's copies out of the slots, without the waits for the sender.
     """
 
-    memory_type: ClassVar[type[msgspec.Struct]]  # message that describes the sender's memory
-
     def __init__(self, slots: list[torch.Tensor], device: torch.device):
         self.takes_ahead = device.type == "cuda"
         self.take_s = 0.0
@@ -105,22 +103,6 @@ class OpenedSlots:
         self._buckets: Sequence[Sequence[TensorSpec]] = ()
         self._signals: FollowedSignals | None = None
         self._stream: torch.cuda.Stream | None = None
-
-    @classmethod
-    def open(cls, memory: Any, sizes: Sequence[int], device: torch.device, worker: int) -> Self:
-        """Open the slots that `memory` describes.
-
-        Args:
-            memory (`memory_type`):
-                Description of the slots' memory, from the sender.
-            sizes (`Sequence[int]`):
-                Size of each slot, in bytes.
-            device (`torch.device`):
-                Device of the worker.
-            worker (`int`):
-                Index of the worker in its engine.
-        """
-        raise NotImplementedError
 
     def connect(
         self, signals: FollowedSignals | None, buckets: Sequence[Sequence[TensorSpec]]
@@ -231,7 +213,7 @@ class Slots(ABC):
     """Slots of one node, on its local main process only. One thread at a time calls the methods.
 
     ```python
-    slots.open_for(engine)                # memory for this engine's `OpenSlots`; `opened()` after all replies
+    slots.open_for(engine)                # memory for this engine's `OpenSlots`; `signals.opened()` after it
     slots.write(k % 2, specs, tensors)    # blocks until the bytes are in the slot
     slots.signals.send(k)
     slots.transmit(k % 2, num_bytes)      # blocks until the workers have the bytes, if they cannot read the slot
@@ -240,7 +222,10 @@ class Slots(ABC):
 
     memory: list[torch.Tensor]  # of each slot, uint8 `(size,)`
     kind: ClassVar[str]  # name in `weight_transport`
-    opened_as: ClassVar[type[OpenedSlots]]  # the workers' end
+    memory_type: ClassVar[type[msgspec.Struct]]  # message that describes the memory
+    # opens the workers' end: from that message, the size of each slot in bytes, the worker's device, and its index in
+    # its engine
+    opened_as: ClassVar[Callable[..., OpenedSlots]]
     needs_all_engines: ClassVar[bool] = (
         False  # whether it cannot send while an engine of the node is lost
     )
@@ -264,10 +249,6 @@ class Slots(ABC):
     def open_for(self, engine: int) -> msgspec.Struct:
         """Return the message with which the workers of engine number `engine` open the slots."""
 
-    def opened(self) -> None:
-        """Remove the files that the workers needed only to open the slots, after all replies or a failure."""
-        self.signals.opened()
-
     def write(self, slot: int, specs: Sequence[TensorSpec], tensors: Sequence[Pieces]) -> None:
         """Copy the tensors into the slot, cast to the dtypes of their specs. On return all bytes are in the slot.
 
@@ -275,8 +256,7 @@ class Slots(ABC):
             `WeightSyncError`: if a tensor has another shape than its spec.
         """
         for spec, pieces in zip(specs, tensors, strict=True):
-            if pieces.shape != spec.shape_in_slot:
-                raise WeightSyncError(wrong_shape(spec.name, pieces.shape, spec.shape_in_slot))
+            check_shape(spec.name, pieces.shape, spec.shape_in_slot)
             pieces.copy_to(view_of(self.memory[slot], spec))
         if self.memory[slot].is_cuda or any(pieces.data.is_cuda for pieces in tensors):
             torch.cuda.current_stream().synchronize()
@@ -294,12 +274,13 @@ def new_slots(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
 
-def wrong_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """Return the message of a tensor whose shape is not that of the plan."""
-    return (
-        f"{name} was gathered with shape {got}, expected {expected}: the model changed after the trainer was built. "
-        "Resize or replace its layers before."
-    )
+def check_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raise `WeightSyncError` if the shape of a tensor is not that of the plan."""
+    if got != expected:
+        raise WeightSyncError(
+            f"{name} was gathered with shape {got}, expected {expected}: the model changed after the trainer was "
+            "built. Resize or replace its layers before."
+        )
 
 
 def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import torch
@@ -22,7 +22,6 @@ LEAVE_S = 5.0
 class Broadcast(msgspec.Struct, frozen=True):
     """Slots on each worker's own device; a bucket arrives as a broadcast from rank 0 of a process group."""
 
-    backend: str  # "nccl" or "gloo"
     store: (
         str  # file through which the group's processes find each other, in the run's private folder
     )
@@ -31,40 +30,72 @@ class Broadcast(msgspec.Struct, frozen=True):
     timeout_s: float  # limit for every broadcast
 
 
+class BroadcastGroup:
+    """Process group of a sender and its node's workers, which the first broadcast joins.
+
+    Data on GPUs go through NCCL, which connects in the first collective; others go through gloo on the loopback
+    interface, whose join blocks until all processes have joined. It is not made by `init_process_group`, because the
+    caller has, or is about to get, a default group of its own, to which this group must not belong.
+
+    Args:
+        memory ([`Broadcast`]):
+            Description of the group. Its limit holds for joining, too.
+        rank (`int`):
+            Rank of this process in the group. Rank 0 is the sender.
+    """
+
+    def __init__(self, memory: Broadcast, rank: int):
+        self._memory = memory
+        self._rank = rank
+        self._group: Any = None
+
+    def broadcast(self, data: torch.Tensor) -> None:
+        """Send the bytes of rank 0 to all others, and wait for them.
+
+        Raises:
+            `RuntimeError`: torch's error if a process does not take part in time.
+        """
+        if self._group is None:
+            self._group = self._joined(data.is_cuda)
+        self._group.broadcast(data, 0).wait()
+
+    def _joined(self, on_gpu: bool) -> Any:
+        memory = self._memory
+        timeout = timedelta(seconds=memory.timeout_s)
+        store = dist.FileStore(memory.store, memory.size)
+        store.set_timeout(timeout)
+        if on_gpu:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return dist.ProcessGroupNCCL(store, self._rank, memory.size, options)
+        options = dist.ProcessGroupGloo._Options()
+        # no port is open beyond the node
+        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        options._timeout = timeout
+        return dist.ProcessGroupGloo(store, self._rank, memory.size, options)
+
+    def leave(self) -> None:
+        """End the group on this side only. Otherwise torch warns at exit that it was never destroyed."""
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(Exception):  # a group with a dead peer; the process ends anyway
+                call_with_timeout(LEAVE_S, group.abort)
+
+
 class OpenedBroadcastSlots(OpenedSlots):
     """Slots on this worker's own device, which receive the sender's broadcasts."""
 
-    memory_type = Broadcast
-
-    def __init__(
-        self, slots: list[torch.Tensor], device: torch.device, memory: Broadcast, worker: int
-    ):
-        super().__init__(slots, device)
-        self._memory = memory
-        self._rank = memory.first_rank + worker
-        self._group: Any = None
-
-    @classmethod
-    def open(
-        cls, memory: Broadcast, sizes: Sequence[int], device: torch.device, worker: int
-    ) -> Self:
-        return cls(new_slots(sizes, device), device, memory, worker)
+    def __init__(self, memory: Broadcast, sizes: Sequence[int], device: torch.device, worker: int):
+        super().__init__(new_slots(sizes, device), device)
+        self._group = BroadcastGroup(memory, memory.first_rank + worker)
 
     def arrive(self, data: torch.Tensor) -> None:
-        # join at the first bucket: opening the slots must not wait for the sender
-        if self._group is None:
-            memory = self._memory
-            self._group = pair_group(
-                memory.backend, memory.store, self._rank, memory.size, memory.timeout_s
-            )
-        self._group.broadcast(data, 0).wait()
+        # joins at the first bucket: opening the slots must not wait for the sender
+        self._group.broadcast(data)
 
     def close(self) -> None:
         super().close()
-        group = self._group
-        self._group = None
-        if group is not None:
-            leave(group)
+        self._group.leave()
 
 
 class BroadcastSlots(Slots):
@@ -75,18 +106,19 @@ class BroadcastSlots(Slots):
     """
 
     kind = "nccl"
+    memory_type = Broadcast
     opened_as = OpenedBroadcastSlots
     needs_all_engines = True
 
     def __init__(self, sizes: Sequence[int], settings: SlotSettings):
         super().__init__(sizes, settings)
         self.memory = new_slots(sizes, settings.device)
-        self._backend = "nccl" if settings.device.type == "cuda" else "gloo"
-        # Another name for every group: the file of a group stays if one of its processes was killed
-        self._store = settings.folder / f"weights-{secrets.token_hex(4)}.store"
-        self._timeout_s = settings.timeout_s
         self._workers = settings.workers
-        self._group: Any = None
+        # Another name for every group: the file of a group stays if one of its processes was killed
+        store = str(settings.folder / f"weights-{secrets.token_hex(4)}.store")
+        size = 1 + sum(settings.workers)
+        self.message = Broadcast(store, size, 1, settings.timeout_s)
+        self._group = BroadcastGroup(self.message, 0)
 
     @staticmethod
     def refusal(machine: Machine) -> str | None:
@@ -98,21 +130,16 @@ class BroadcastSlots(Slots):
         return None
 
     def open_for(self, engine: int) -> Broadcast:
-        first = 1 + sum(self._workers[:engine])
-        return Broadcast(
-            self._backend, str(self._store), 1 + sum(self._workers), first, self._timeout_s
-        )
+        first_rank = 1 + sum(self._workers[:engine])
+        return msgspec.structs.replace(self.message, first_rank=first_rank)
 
     def transmit(self, slot: int, num_bytes: int) -> None:
         try:
-            if self._group is None:
-                size = 1 + sum(self._workers)
-                self._group = pair_group(self._backend, str(self._store), 0, size, self._timeout_s)
-            self._group.broadcast(self.memory[slot][:num_bytes], 0).wait()
+            self._group.broadcast(self.memory[slot][:num_bytes])
         except RuntimeError as error:
             raise WeightSyncError(
-                f"A bucket of weights did not reach the engines' workers within {self._timeout_s:.0f} s ({error}). "
-                "See the engines' logs, or set `weight_transport='host'`."
+                f"A bucket of weights did not reach the engines' workers within {self.message.timeout_s:.0f} s "
+                f"({error}). See the engines' logs, or set `weight_transport='host'`."
             ) from error
         if self.memory[slot].is_cuda:
             torch.cuda.current_stream().synchronize()
@@ -120,46 +147,4 @@ class BroadcastSlots(Slots):
     def close(self) -> None:
         """Leave the group, without the workers, which have ended or are ending."""
         super().close()
-        group = self._group
-        self._group = None
-        if group is not None:
-            leave(group)
-
-
-def leave(group: Any) -> None:
-    """End a process group on this side only. Otherwise torch warns at exit that it was never destroyed."""
-    with suppress(Exception):  # a group with a dead peer; the process ends anyway
-        call_with_timeout(LEAVE_S, group.abort)
-
-
-def pair_group(backend: str, store: str, rank: int, size: int, timeout_s: float) -> Any:
-    """Join the group. With gloo this blocks until all processes have joined; NCCL connects in the first collective.
-
-    It avoids `init_process_group`, because the caller has, or is about to get, a default group of its own, to which
-    this group must not belong.
-
-    Args:
-        backend (`str`):
-            `"nccl"`, or `"gloo"` on the loopback interface.
-        store (`str`):
-            Path of a file in a private folder, through which the processes find each other.
-        rank (`int`), size (`int`):
-            Rank of this process in the group, and size of the group. Rank 0 is the sender.
-        timeout_s (`float`):
-            Limit for joining, and for every collective of the group.
-
-    Raises:
-        `RuntimeError`: torch's error if a process does not join in time.
-    """
-    timeout = timedelta(seconds=timeout_s)
-    file_store = dist.FileStore(store, size)
-    file_store.set_timeout(timeout)
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(file_store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
-    # no port is open beyond the node
-    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
-    options._timeout = timeout
-    return dist.ProcessGroupGloo(file_store, rank, size, options)
+        self._group.leave()

@@ -1,9 +1,8 @@
 """Transport through CUDA IPC: the workers read the slots in the memory of the local main process's GPU."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self
 
 import msgspec
 import torch
@@ -22,12 +21,9 @@ class DeviceMemory(msgspec.Struct, frozen=True):
 class OpenedDeviceSlots(OpenedSlots):
     """Slots in the memory of the sender's GPU, opened by this worker."""
 
-    memory_type = DeviceMemory
-
-    @classmethod
-    def open(
-        cls, memory: DeviceMemory, sizes: Sequence[int], device: torch.device, worker: int
-    ) -> Self:
+    def __init__(
+        self, memory: DeviceMemory, sizes: Sequence[int], device: torch.device, worker: int
+    ):
         storages = [
             torch.UntypedStorage._new_shared_cuda(memory.device, *handle)
             for handle in memory.handles
@@ -36,7 +32,7 @@ class OpenedDeviceSlots(OpenedSlots):
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:size]
             for storage, size in zip(storages, sizes, strict=True)
         ]
-        return cls(slots, device)
+        super().__init__(slots, device)
 
 
 class DeviceSlots(Slots):
@@ -47,6 +43,7 @@ class DeviceSlots(Slots):
     """
 
     kind = "ipc"
+    memory_type = DeviceMemory
     opened_as = OpenedDeviceSlots
     engines_see_sender = True
 
@@ -77,7 +74,7 @@ class DeviceSlots(Slots):
 
 
 @contextmanager
-def without_expandable_segments(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+def without_expandable_segments() -> Iterator[None]:
     """
     Turn expandable segments off, so that another process can open the GPU memory allocated inside the context.
 
@@ -85,7 +82,7 @@ def without_expandable_segments(environ: Mapping[str, str] = os.environ) -> Iter
     has none for its parent. While the setting is off, torch's allocator uses no block of an expandable segment. A
     no-op unless expandable segments are configured.
     """
-    settings = environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    settings = os.getenv("PYTORCH_ALLOC_CONF") or os.getenv("PYTORCH_CUDA_ALLOC_CONF") or ""
     if "expandable_segments:True" not in settings:
         yield
         return

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import IO, Self
+from typing import IO
 
 import msgspec
 import torch
@@ -94,9 +94,8 @@ def slots_in(path: str, ends: Sequence[int]) -> list[torch.Tensor]:
 class OpenedHostSlots(OpenedSlots):
     """Slots in host memory, mapped by this worker and page-locked if its device is a GPU."""
 
-    memory_type = HostMemory
-
-    def __init__(self, slots: list[torch.Tensor], device: torch.device):
+    def __init__(self, memory: HostMemory, sizes: Sequence[int], device: torch.device, worker: int):
+        slots = slots_in(memory.path, memory.ends)
         super().__init__(slots, device)
         self._page_lock = PageLock(slots) if device.type == "cuda" else None
         if self._page_lock is not None and self._page_lock.failure:
@@ -104,12 +103,6 @@ class OpenedHostSlots(OpenedSlots):
                 "The weight slots are not page-locked, so loads are slower: %s.",
                 self._page_lock.failure,
             )
-
-    @classmethod
-    def open(
-        cls, memory: HostMemory, sizes: Sequence[int], device: torch.device, worker: int
-    ) -> Self:
-        return cls(slots_in(memory.path, memory.ends), device)
 
     def close(self) -> None:
         """Unregister and drop the slots. Tensors that `take` returned stay valid."""
@@ -135,6 +128,7 @@ class HostSlots(Slots):
     """
 
     kind = "host"
+    memory_type = HostMemory
     opened_as = OpenedHostSlots
 
     def __init__(self, sizes: Sequence[int], settings: SlotSettings, place: Sequence[int] = ()):

@@ -28,8 +28,8 @@ def open_slots(
         worker (`int`, *optional*, defaults to 0), num_workers (`int`, *optional*, defaults to 1):
             Index of the worker in its engine, and their number.
     """
-    opened_as = TRANSPORTS[request.transport].opened_as
-    memory = msgspec.msgpack.decode(request.memory, type=opened_as.memory_type)
-    opened = opened_as.open(memory, request.sizes, device, worker)
+    transport = TRANSPORTS[request.transport]
+    memory = msgspec.msgpack.decode(request.memory, type=transport.memory_type)
+    opened = transport.opened_as(memory, request.sizes, device, worker)
     opened.connect(FollowedSignals(request.signals, request.engine, num_workers), request.buckets)
     return opened

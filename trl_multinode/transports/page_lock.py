@@ -30,6 +30,8 @@ class PageLock:
     Attributes:
         failure (`str`, *optional*):
             Reason why nothing is locked; `None` if everything is.
+        release (`Callable[[], None]`):
+            Function that unregisters the memory. A second call does nothing.
 
     Raises:
         `WeightSyncError`: if memory that is mapped no more is still registered at one of these addresses.
@@ -38,7 +40,7 @@ class PageLock:
     def __init__(self, memory: Sequence[torch.Tensor]):
         self.failure: str | None = None
         locked: list[torch.Tensor] = []
-        self._release = weakref.finalize(self, _unregister, locked)
+        self.release = weakref.finalize(self, _unregister, locked)
         for tensor in memory:
             code = _register(tensor)
             if code != 0:
@@ -53,10 +55,6 @@ class PageLock:
                     )
                 return
             locked.append(tensor)
-
-    def release(self) -> None:
-        """Unregister the memory. A second call does nothing."""
-        self._release()
 
 
 def _register(tensor: torch.Tensor, again: bool = True) -> int:

@@ -6,12 +6,12 @@ no core, and the end of either process ends the other's wait.
 """
 
 import secrets
-import select
 import socket
 import struct
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from threading import Event
 
@@ -32,6 +32,7 @@ class WorkerStream:
     """The sender's stream to one worker."""
 
     stream: socket.socket
+    engine: int
     num_workers: int  # of its engine
     turn: int = 0  # update of the worker's last signal
     taken: int = -1  # last bucket that it has taken then
@@ -66,7 +67,7 @@ class BucketSignals:
 
     def __init__(self) -> None:
         self.turn = 0
-        self._workers: dict[int, list[WorkerStream]] = {}  # by engine
+        self._workers: list[WorkerStream] = []  # of all engines
         self._listener: socket.socket | None = None
 
     def listen(self, folder: Path) -> Path:
@@ -86,17 +87,21 @@ class BucketSignals:
         listener, self._listener = self._listener, None
         if listener is None:
             return
-        new: dict[int, list[WorkerStream]] = {}
+        new = []
         with suppress(OSError):  # no more workers
             while True:
                 stream, _ = listener.accept()
                 engine, count = GREETING.unpack(stream.recv(GREETING.size, socket.MSG_WAITALL))
                 stream.setblocking(False)
-                new.setdefault(engine, []).append(WorkerStream(stream, count))
+                new.append(WorkerStream(stream, engine, count))
         Path(listener.getsockname()).unlink(missing_ok=True)
         listener.close()
-        self._close(*(self._workers.pop(engine, []) for engine in new))
-        self._workers |= new
+        engines = {worker.engine for worker in new}
+        for worker in [one for one in self._workers if one.engine in engines]:
+            # of a process of this engine that has ended
+            self._workers.remove(worker)
+            worker.stream.close()
+        self._workers += new
 
     def begin(self) -> int:
         """Begin an update on these slots, and return its number. What is left of an earlier one is ignored."""
@@ -105,7 +110,7 @@ class BucketSignals:
 
     def send(self, bucket: int) -> None:
         """Tell all workers that the buckets up to this one are in their slots."""
-        for worker in (one for workers in self._workers.values() for one in workers):
+        for worker in self._workers:
             # full or broken: the engine has ended or hangs, which its own connection says
             with suppress(OSError):
                 worker.stream.send(SIGNAL.pack(self.turn, bucket))
@@ -120,7 +125,7 @@ class BucketSignals:
         Raises:
             `WeightSyncError`: if not all of them have connected.
         """
-        found = self._workers.get(engine, [])
+        found = [worker for worker in self._workers if worker.engine == engine]
         if not found or len(found) != found[0].num_workers:
             raise WeightSyncError(
                 f"{len(found)} workers of engine {engine} follow the weight sync, expected "
@@ -135,11 +140,7 @@ class BucketSignals:
     def close(self) -> None:
         """Close all streams, which ends the waits of workers."""
         self.opened()
-        self._close(*self._workers.values())
-
-    @staticmethod
-    def _close(*engines: list[WorkerStream]) -> None:
-        for worker in (one for workers in engines for one in workers):
+        for worker in self._workers:
             worker.stream.close()
 
 
@@ -162,8 +163,6 @@ class FollowedSignals:
         self._stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._stream.connect(path)
         self._stream.sendall(GREETING.pack(engine, num_workers))
-        self._poll = select.poll()
-        self._poll.register(self._stream, select.POLLIN)
         self._turn = 0
         self._filled = -1
 
@@ -182,7 +181,7 @@ class FollowedSignals:
         while self._filled < bucket:
             if self.abandoned.is_set():
                 raise UpdateEndedError(f"The update was given up before bucket {bucket}.")
-            if self._poll.poll(ABANDON_S * 1000):
+            if connection.wait([self._stream], ABANDON_S):
                 turn, filled = self._read(bucket)
                 if turn == self._turn and filled == NONE_LEFT:
                     raise UpdateEndedError(f"The sender gave the update up before bucket {bucket}.")

@@ -9,17 +9,17 @@ from typing import Any
 from uuid import uuid4
 
 from ..wire.stop_signals import ignore_stop_signals, obey_stop_signals
-from .quiet import quiet
+from .quiet import quiet_vllm
 
-# Methods of vLLM's core that the engine process calls through vLLM's client
-TAKE_KV_USE = "take_kv_use"
-QUIET = "quiet_vllm"
-IGNORE_STOPS = "ignore_stop_signals"
-OBEY_STOPS = "obey_stop_signals"
+TAKE_KV_USE = "take_kv_use"  # method of vLLM's core that the engine process calls
 
 
 def extend_core() -> None:
-    """Let vLLM's scheduler note its greatest cache use, and its core return it. Call it in the core's process."""
+    """Let vLLM's scheduler note its greatest cache use, and its core return it. Call it in the core's process.
+
+    The core also gets the functions that the engine process calls in all of vLLM's processes, as `WorkerExtension` has
+    them for the workers.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
@@ -40,10 +40,9 @@ def extend_core() -> None:
 
     Scheduler.schedule = schedule_and_note
     setattr(EngineCore, TAKE_KV_USE, take_kv_use)
-    setattr(EngineCore, QUIET, lambda self: quiet())
-    # the core installs handlers late
-    setattr(EngineCore, IGNORE_STOPS, lambda self: ignore_stop_signals())
-    setattr(EngineCore, OBEY_STOPS, lambda self: obey_stop_signals())
+    # the core installs handlers of signals late
+    for function in (quiet_vllm, ignore_stop_signals, obey_stop_signals):
+        setattr(EngineCore, function.__name__, staticmethod(function))
 
 
 def keep_stores_in(folder: Path) -> None:

@@ -11,7 +11,7 @@ import os
 from ..wire.messages import LATER_LEVEL
 
 
-def quiet() -> None:
+def quiet_vllm() -> None:
     """Set the level for the time after the start, if the engine's environment has one."""
     if level := os.environ.get(LATER_LEVEL):
         logging.getLogger("vllm").setLevel(level)

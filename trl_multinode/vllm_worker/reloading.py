@@ -53,9 +53,8 @@ def end_reload(model: torch.nn.Module, model_config: ModelConfig) -> str | None:
         `str`, *optional*: an error message if layers did not get all their weights. This function does not raise it,
         because vLLM accepts no further update after one whose end failed.
     """
-    lacking = [
-        f"{name} ({reason})" for name, reason in incomplete_layers(model, is_tied(model_config))
-    ]
+    tied = getattr(model_config.hf_text_config, "tie_word_embeddings", False)
+    lacking = [f"{name} ({reason})" for name, reason in incomplete_layers(model, tied)]
     finalize_layerwise_reload(model, model_config)
     lacking += [
         f"{name} (derived from a weight, and not derived again)" for name in stale_derived(model)
@@ -218,11 +217,6 @@ def load_base_layer(
         if own is not None
         else AutoWeightsLoader(layer.base_layer).load_weights(weights)
     )
-
-
-def is_tied(model_config: ModelConfig) -> bool:
-    """Return whether the head shares the weights of the embedding."""
-    return getattr(model_config.hf_text_config, "tie_word_embeddings", False)
 
 
 def incomplete_layers(model: torch.nn.Module, tied: bool) -> list[tuple[str, str]]:

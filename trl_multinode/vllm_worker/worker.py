@@ -24,7 +24,7 @@ from ..transports.opening import open_slots
 from ..wire.messages import ADAPTER_TENSORS, OpenSlots
 from ..wire.stop_signals import ignore_stop_signals, obey_stop_signals
 from .logprobs import extend_logprobs
-from .quiet import quiet
+from .quiet import quiet_vllm
 from .reloading import begin_reload, end_reload
 from .seeds import keep_seeds
 
@@ -94,29 +94,26 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, UpdateInfo]):
             `UpdateEndedError`: if the sender ends before the last bucket.
             `RuntimeError`: if the GPU has no room for a bucket beside the engine.
         """
+        assert self.slots is not None
         try:
             # vLLM 0.26 does not set it; later versions do
             with set_current_vllm_config(self.vllm_config):
-                self._receive(update_info)
+                self._version = list(update_info.version)
+                self._reloads = update_info.first == 0
+                if self._reloads:
+                    self._begin_reload()
+                seconds = 0.0
+                with closing(self.slots.follow(update_info.turn, update_info.first)) as buckets:
+                    for tensors in buckets:
+                        start = time.perf_counter()
+                        self._load(tensors)
+                        seconds += time.perf_counter() - start
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
                 f"{self.device} has no room for the weights of a sync beside the engine ({error}). Lower "
                 "`vllm_gpu_memory_utilization`, or `sync_bucket_mb`: a reload holds up to three buckets, the largest "
                 "layer whole, and this worker's part of it once more."
             ) from error
-
-    def _receive(self, update_info: UpdateInfo) -> None:
-        assert self.slots is not None
-        self._version = list(update_info.version)
-        self._reloads = update_info.first == 0
-        if self._reloads:
-            self._begin_reload()
-        seconds = 0.0
-        with closing(self.slots.follow(update_info.turn, update_info.first)) as buckets:
-            for tensors in buckets:
-                start = time.perf_counter()
-                self._load(tensors)
-                seconds += time.perf_counter() - start
         self._load_us = round(1e6 * (seconds + self.slots.take_s))
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -214,21 +211,13 @@ def rename_mapper(model: torch.nn.Module) -> Any:
 class WorkerExtension:
     """Methods that the engine calls in every worker by `collective_rpc`."""
 
+    quiet_vllm = staticmethod(quiet_vllm)
+    ignore_stop_signals = staticmethod(ignore_stop_signals)
+    obey_stop_signals = staticmethod(obey_stop_signals)
+
     def extend_logprobs(self) -> str:
         """Extend vLLM's log-probs; return why those over the whole vocabulary are lacking, empty if they are not."""
         return extend_logprobs(self.vllm_config, self.model_runner)  # type: ignore[attr-defined]
-
-    def quiet_vllm(self) -> None:
-        """Set the level of vLLM's log for the time after the start."""
-        quiet()
-
-    def ignore_stop_signals(self) -> None:
-        """Ignore SIGTERM and the pre-empt signal."""
-        ignore_stop_signals()
-
-    def obey_stop_signals(self) -> None:
-        """Let vLLM end this process by SIGTERM."""
-        obey_stop_signals()
 
     def keep_seeds(self) -> None:
         """Let seeded requests be computed in several parts; see [`keep_seeds`](seeds.py)."""

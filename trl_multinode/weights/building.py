@@ -30,10 +30,6 @@ class SyncPlan:
         None  # reason why a LoRA adapter is merged although the user did not request it
     )
 
-    @property
-    def serves_adapter(self) -> bool:
-        return self.lora_rank > 0
-
 
 def plan_sync(
     base: nn.Module, has_adapters: bool, lora_sync: str, dtype: torch.dtype, on_gpu: bool
@@ -127,7 +123,7 @@ def stages(plan: SyncPlan, transport: Transport, ahead: bool) -> bool:
     Only a run that generates ahead trains meanwhile. A sync of an adapter alone is short, and needs no copy of the
     base.
     """
-    return ahead and transport.kind == "host" and not plan.serves_adapter
+    return ahead and transport.kind == "host" and not plan.lora_rank
 
 
 def checked_with_engines(
@@ -138,7 +134,7 @@ def checked_with_engines(
     One node without LoRA decides for all, because all nodes must send the same tensors.
     """
     if (
-        not plan.serves_adapter
+        not plan.lora_rank
         or gather.extremes(all(engine.ready.serves_lora for engine in engines))[0]
     ):
         return plan

@@ -58,12 +58,6 @@ class Cut:
         worth = saved * itemsize >= MIN_PADDING_BYTES and saved >= MIN_PADDING_SHARE * self.numel
         return self.even() if worth else self
 
-    def interval(self, rank: int) -> tuple[int, int]:
-        """Return the first element of a rank's piece, and the first one after it."""
-        first = rank * self.elements
-        end = first + self.elements
-        return min(first, self.numel), min(end, self.numel)
-
 
 def overlaps(interval: tuple[int, int], others: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the part of an interval that is in each of the others, empty where they share nothing."""
@@ -90,10 +84,10 @@ def pass_on(data: torch.Tensor, old: Cut, part: TensorRange, into: torch.Tensor)
     """
     rank = dist.get_rank()
     pieces = part.intervals(old.numel)
-    first, _ = own = old.interval(rank)
+    old_pieces = old.whole().intervals(old.numel)
+    first, _ = own = old_pieces[rank]
     sent = [data[start - first : end - first] for start, end in overlaps(own, pieces)]
-    others = [old.interval(peer) for peer in range(old.world)]
-    received = [(end - start) * into.itemsize for start, end in overlaps(pieces[rank], others)]
+    received = [(end - start) * into.itemsize for start, end in overlaps(pieces[rank], old_pieces)]
     # bytes, because not every backend has every dtype
     target = into.view(torch.uint8)[: sum(received)]
     source = joined(sent, into.dtype, into.device).view(torch.uint8)

@@ -43,27 +43,23 @@ class ShardGather:
         self.buffers = Buffers(device)
         self.across = self.within = 0  # collectives so far, across nodes and within a node
         distributed = dist.is_available() and dist.is_initialized()
-        world: int = dist.get_world_size() if distributed else 1
-        rank: int = dist.get_rank() if distributed else 0
-        self.ranks = min(ranks_per_node, world)
-        self._nodes = world // self.ranks
-        self._node, self.local_rank = divmod(rank, self.ranks)
-        peers = [list(range(local, world, self.ranks)) for local in range(self.ranks)]
-        nodes = [
-            list(range(node * self.ranks, (node + 1) * self.ranks)) for node in range(self._nodes)
-        ]
-        self._across = _own_group(peers, self.local_rank) if self._nodes > 1 else None
-        self._within = _own_group(nodes, self._node) if self.ranks > 1 else None
+        self.world: int = dist.get_world_size() if distributed else 1
+        self.ranks = min(ranks_per_node, self.world)
+        self._nodes = self.world // self.ranks
+        self._rank: int = dist.get_rank() if distributed else 0
+        self._node = self._rank // self.ranks
+        self.local_rank = self._rank % self.ranks
+        ranks = list(range(self.world))
+        peers = [ranks[local :: self.ranks] for local in range(self.ranks)]
+        nodes = [ranks[first : first + self.ranks] for first in ranks[:: self.ranks]]
+        # every rank creates every group, in the same order
+        self._across = dist.new_subgroups_by_enumeration(peers)[0] if self._nodes > 1 else None
+        self._within = dist.new_subgroups_by_enumeration(nodes)[0] if self.ranks > 1 else None
 
     @property
     def place(self) -> str:
         """Node and rank, for a message."""
-        return f"node {self._node}, rank {self._node * self.ranks + self.local_rank}"
-
-    @property
-    def within_nodes(self) -> bool:
-        """Whether a bucket crosses the memory of a node, because several ranks train on it."""
-        return self._within is not None
+        return f"node {self._node}, rank {self._rank}"
 
     @property
     def is_local_main(self) -> bool:
@@ -84,60 +80,18 @@ class ShardGather:
         temporary = 1.0 if self.buffers.device.type == "cuda" and self.world > 1 else 0.0
         return under_way + temporary + (2 + 2 / self.ranks if self.ranks > 1 else 3)
 
-    @property
-    def world(self) -> int:
-        return self._nodes * self.ranks
-
-    def cut(self, shard: Shard, dtype: torch.dtype) -> Cut:
-        """Return the cut in which a tensor is gathered: that of the shards, or an even one."""
-        return shard.cut(self.world).for_sending(dtype.itemsize)
-
     def extremes(self, value: int) -> tuple[int, int]:
         """Return the lowest and the highest `value` of all training ranks. A collective, for the set-up only."""
         both = torch.tensor([-value, value], device=self.buffers.device)
-        if dist.is_available() and dist.is_initialized():
+        if self.world > 1:
             dist.all_reduce(both, dist.ReduceOp.MAX)
         return -int(both[0]), int(both[1])
-
-    def pack(
-        self,
-        shards: Sequence[Shard],
-        dtypes: Sequence[torch.dtype],
-        cuts: Sequence[Cut],
-        offsets: list[int],
-        size: int,
-    ) -> torch.Tensor:
-        """Copy this rank's pieces into one buffer, `(size,)` of `uint8`, and return it.
-
-        A collective of all training ranks if a tensor's pieces become even ones.
-        """
-        mine = self.buffers.take("mine", size)
-        for shard, dtype, cut, offset in zip(shards, dtypes, cuts, offsets, strict=True):
-            old = shard.cut(self.world)
-            moved = shard.passed_on
-            if moved is None and cut != old:
-                moved = old, cut.whole()
-            elements = shard.data.numel() if moved is None else cut.elements
-            part = mine[offset : offset + elements * dtype.itemsize].view(dtype)
-            if moved is None:
-                part.copy_(shard.data)
-            else:
-                pass_on(shard.data, *moved, part)
-                self.count(self._nodes > 1)
-        return mine
-
-    def count(self, crosses_nodes: bool) -> None:
-        """Count a collective."""
-        if crosses_nodes:
-            self.across += 1
-        else:
-            self.within += 1
 
     def cross(self, mine: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return the buffers of the ranks with this local rank, `(nodes, size)`, and the work to wait for, if any."""
         if self._across is None:
             return mine.view(1, -1), None
-        self.count(crosses_nodes=True)
+        self.across += 1
         peers = self.buffers.take("peers", self._nodes * mine.numel())
         return peers.view(self._nodes, -1), dist.all_gather_into_tensor(
             peers, mine, self._across, async_op=True
@@ -150,7 +104,7 @@ class ShardGather:
         """
         if self._within is None:
             return peers.unsqueeze(1)
-        self.count(crosses_nodes=False)
+        self.within += 1
         first = self._node * self.ranks
         if self.local_rank != holder:
             _exchange([dist.P2POp(dist.isend, peers, first + holder, self._within)])
@@ -175,6 +129,11 @@ class ShardGather:
         if self._within is not None:
             dist.all_reduce(told, group=self._within)
         return told.tolist()
+
+    def release(self) -> None:
+        """Free the memory that buckets reuse, and count from zero."""
+        self.across = self.within = 0
+        self.buffers.clear()
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:
@@ -207,41 +166,61 @@ class Gathering:
     ):
         self._gather = gather
         self._holder = holder
-        self._shards = shards
-        self._dtypes = dtypes
-        self._cuts = [gather.cut(shard, dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
-        self._offsets, size = _layout(self._cuts, dtypes)
-        self._mine = gather.pack(shards, dtypes, self._cuts, self._offsets, size)
+        # each shard with the dtype and the cut in which it is sent, and its bytes in a rank's buffer
+        self._parts: list[tuple[Shard, torch.dtype, Cut, slice]] = []
+        size = 0
+        for shard, dtype in zip(shards, dtypes, strict=True):
+            cut = shard.cut(gather.world).for_sending(dtype.itemsize)
+            end = size + cut.elements * dtype.itemsize
+            self._parts.append((shard, dtype, cut, slice(size, end)))
+            size = -(-end // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+        self._mine = gather.buffers.take("mine", max(size, PIECE_ALIGNMENT))
+        self._pack()
         self._peers, self._work = gather.cross(self._mine)
-        self._taken = (
-            [("mine", self._mine)]
-            if self._work is None
-            else [("mine", self._mine), ("peers", self._peers)]
-        )
+        self._taken = {"mine": self._mine}
+        if self._work is not None:
+            self._taken["peers"] = self._peers
+
+    def _pack(self) -> None:
+        """Copy this rank's pieces into its buffer. A collective if a tensor's pieces become even ones."""
+        gather = self._gather
+        for shard, dtype, cut, where in self._parts:
+            part = self._mine[where].view(dtype)
+            old = shard.cut(gather.world)
+            moved = shard.passed_on
+            if moved is None and cut != old:
+                moved = old, cut.whole()
+            if moved is None:
+                part[: shard.data.numel()].copy_(shard.data)
+            else:
+                pass_on(shard.data, *moved, part)
+                if gather.world > gather.ranks:
+                    gather.across += 1
+                else:
+                    gather.within += 1
 
     def wait(self) -> list[Pieces]:
         """Return the bucket's tensors: with data on the holder in every node, empty on the other ranks."""
         if self._work is not None:
             self._work.wait()
-            self._gather.buffers.give_back(*self._taken.pop(0))  # "mine" is in "peers" now
+            self._gather.buffers.give_back("mine", self._taken.pop("mine"))  # it is in "peers" now
         every = self._gather.collect(self._peers, self._holder)
-        if self._gather.within_nodes:
+        if self._gather.ranks > 1:
             self.close()  # `collect` has copied these buffers or sent them on
-            self._taken = [("every", every)] if every is not None else []
         if every is None:
-            return [Pieces(self._mine.new_empty(0, 0, 0), shard.shape) for shard in self._shards]
-        found = []
-        for shard, dtype, cut, offset in zip(
-            self._shards, self._dtypes, self._cuts, self._offsets, strict=True
-        ):
-            end = offset + cut.elements * dtype.itemsize
-            found.append(Pieces(_view(every[..., offset:end], dtype), shard.shape))
-        return found
+            empty = self._mine.new_empty(0, 0, 0)
+            return [Pieces(empty, shard.shape) for shard, *_ in self._parts]
+        if self._gather.ranks > 1:
+            self._taken["every"] = every
+        return [
+            Pieces(_view(every[..., where], dtype), shard.shape)
+            for shard, dtype, _, where in self._parts
+        ]
 
     def close(self) -> None:
         """Free the memory of the pieces for another bucket; the caller must not read them afterwards."""
         while self._taken:
-            self._gather.buffers.give_back(*self._taken.pop())
+            self._gather.buffers.give_back(*self._taken.popitem())
 
 
 class Buffers:
@@ -274,21 +253,6 @@ class Buffers:
 
     def clear(self) -> None:
         self._spare.clear()
-
-
-def _own_group(groups: list[list[int]], index: int) -> dist.ProcessGroup | None:
-    """Create every group, in the same order on every rank as `new_group` requires, and return this rank's."""
-    return [dist.new_group(ranks) for ranks in groups][index]
-
-
-def _layout(cuts: Sequence[Cut], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int]:
-    """Return the offset of each tensor's piece in a rank's buffer, and the buffer's size, in bytes."""
-    offsets = []
-    total = 0
-    for cut, dtype in zip(cuts, dtypes, strict=True):
-        offsets.append(total)
-        total += -(-cut.elements * dtype.itemsize // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-    return offsets, max(total, PIECE_ALIGNMENT)
 
 
 def _view(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,8 +3,7 @@ merges the whole model at once and runs out of memory).
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,8 @@ from ..wire.messages import ADAPTER_TENSORS
 from .buckets import Bucket, WeightMeta
 from .gathering import ShardGather
 from .names import checkpoint_names, shape_of
-from .source import Finish, ModuleSource, full
-from .tying import check_tied_head
+from .source import ModuleSource, full
+from .tying import Owner, check_tied_head
 
 LARGEST_RANK = 512  # largest LoRA rank that vLLM serves
 DORA = "DoraLinearVariant"  # class name of PEFT's DoRA variant
@@ -49,21 +48,15 @@ class PeftSource(ModuleSource):
         names = checkpoint_names(model, layers)
         self._layers = {names[name]: layer for name, layer in layers.items()}
         super().__init__(model, dtype, gather)
-        active = active_adapters(self._layers.values())
-        adapters = {name for name in self._owners if is_adapter(name, active)}
-        self._owners = {
-            base_name(name): owner for name, owner in self._owners.items() if name not in adapters
-        }
-        base = [
-            replace(meta, name=base_name(meta.name))
-            for meta in self._metadata
-            if meta.name not in adapters
-        ]
-        # an adapter is merged into a whole weight
-        self._metadata = [replace(meta, divisible=meta.name not in self._layers) for meta in base]
         # two buckets are gathered in the trainer's dtype, and two have their merged weights beside them
-        self.buckets_at_peak = self._widening() * (self._gather.buckets_at_peak + 2)
+        self.buckets_at_peak = self._widening() * (self.gather.buckets_at_peak + 2)
         self._check_owners()
+
+    def weights(self) -> Iterator[tuple[str, Owner, torch.Tensor]]:
+        active = active_adapters(self._layers.values())
+        for name, owner, tensor in super().weights():
+            if not is_adapter(name, active):
+                yield base_name(name), owner, tensor
 
     def _check_owners(self) -> None:
         """Raise if an adapter is of no weight: a sync would silently omit it."""
@@ -111,7 +104,11 @@ class PeftSource(ModuleSource):
         )
         if not is_holder and not needs_all_ranks:
             return pieces
-        deltas, lengths = gathered_adapters(layer)
+        active = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
+        deltas = [full(layer.get_delta_weight(adapter)) for adapter in active]
+        # at most one is DoRA's (Liu et al. 2024, equation 5), which learns the row norms
+        dora = [adapter for adapter in active if is_dora(layer, adapter)]
+        lengths = [full(layer.lora_magnitude_vector[adapter].weight) for adapter in dora]
         if not is_holder:
             return pieces
         weight = pieces.copy()
@@ -120,15 +117,6 @@ class PeftSource(ModuleSource):
         for length in lengths:
             weight *= (length / torch.linalg.norm(weight, dim=1)).to(weight.dtype).unsqueeze(1)
         return Pieces.whole(weight)
-
-
-def gathered_adapters(layer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the weights that a layer's active adapters add, and DoRA's row norms. A collective under FSDP2."""
-    active = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
-    deltas = [full(layer.get_delta_weight(adapter)) for adapter in active]
-    # at most one is DoRA's (Liu et al. 2024, equation 5), which learns the row norms
-    dora = [adapter for adapter in active if is_dora(layer, adapter)]
-    return deltas, [full(layer.lora_magnitude_vector[adapter].weight) for adapter in dora]
 
 
 class AdapterSource(PeftSource):
@@ -143,14 +131,13 @@ class AdapterSource(PeftSource):
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
-        super().__init__(model, dtype, gather)
-        self._model = model
-        self._frozen = list(self._owners)
-        self._metadata = [replace(meta, frozen=True, divisible=True) for meta in self._metadata]
-        self.buckets_at_peak = self._gather.buckets_at_peak  # nothing is merged
-        (self._adapter,) = active_adapters(self._layers.values())
         self._scaled: dict[str, nn.Module] = {}  # layer by the name of its B tensor
-        for name, layer in self._layers.items():
+        super().__init__(model, dtype, gather)
+        self._metadata = [replace(meta, frozen=True) for meta in self._metadata]
+        layers, self._layers = self._layers, {}  # nothing is merged
+        self.buckets_at_peak = self.gather.buckets_at_peak
+        (self._adapter,) = active_adapters(layers.values())
+        for name, layer in layers.items():
             if self._adapter in layer.scaling:
                 name_a, name_b = (name.removesuffix(".weight") + end for end in ADAPTER_TENSORS)
                 self._scaled[name_b] = layer
@@ -161,18 +148,9 @@ class AdapterSource(PeftSource):
         self._owners[name] = linear, "weight"
         self._metadata.append(WeightMeta(name, dtype, shape_of(linear.weight)))
 
-    @contextmanager
-    def gathering(self, bucket: Bucket, holder: int = 0) -> Iterator[Finish]:
-        self._check_state()
-        with super().gathering(bucket, holder) as finish:
-            yield finish
-
     def changed(self, name: str) -> bool:
         """Return whether it is a B, because the scaling precedes the cast."""
         return name in self._scaled
-
-    def added(self, bucket: Bucket) -> list[nn.Parameter]:
-        return []  # nothing is merged
 
     def as_sent(self, name: str, pieces: Pieces) -> Pieces:
         if (layer := self._scaled.get(name)) is None:
@@ -182,21 +160,22 @@ class AdapterSource(PeftSource):
             data=pieces.data * (0.0 if layer.disable_adapters else layer.scaling[self._adapter]),
         )
 
-    def _check_state(self) -> None:
-        """Raise if the base was merged or unfrozen, or another adapter is active: engines keep the old state."""
-        layers = lora_layers(self._model).values()
+    def check(self, weights: Sequence[WeightMeta], step: int, frozen: bool) -> None:
+        """Raise if the base was merged or unfrozen, or another adapter is active, too: engines keep the old state."""
+        layers = lora_layers(self._module).values()
         if active_adapters(layers) != {self._adapter} or any(layer.merged for layer in layers):
             raise WeightSyncError(
                 f"The LoRA adapter {self._adapter!r} was merged into the model, or taken out, or another made active, "
                 "after the engines had started. Undo it before the next generation, or use `lora_sync='merged'`."
             )
-        for name in self._frozen:
-            module, attribute = self._owners[name]
-            if getattr(module, attribute).requires_grad:
+        base = tuple(meta for meta in self._metadata if meta.frozen)
+        for meta, tensor in zip(base, self.tensors(base), strict=True):
+            if tensor.requires_grad:
                 raise WeightSyncError(
-                    f"{name} is trained, but was frozen when the engines started, so they keep its first value. "
+                    f"{meta.name} is trained, but was frozen when the engines started, so they keep its first value. "
                     "Unfreeze it before the trainer is built, or use `lora_sync='merged'`."
                 )
+        super().check(weights, step, frozen)
 
 
 def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str | None:
@@ -211,40 +190,30 @@ def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str 
     Raises:
         `ConfigurationError`: for adapters other than LoRA, and for LoRA variants other than DoRA.
     """
+    return next(_obstacles(model, dtype, on_gpu), None)
+
+
+def _obstacles(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> Iterator[str]:
     layers = lora_layers(model)
     active = active_adapters(layers.values())
     if len(active) != 1:
-        return f"there are {len(active)} active adapters, and vLLM serves one per request"
-    trained = [
-        name
-        for name, p in model.named_parameters()
-        if p.requires_grad and not is_adapter(name, active)
-    ]
-    if trained:
-        return f"{base_name(trained[0])} is trained besides the adapter (modules_to_save, bias, an unfrozen parameter)"
+        yield f"there are {len(active)} active adapters, and vLLM serves one per request"
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not is_adapter(name, active):
+            yield f"{base_name(name)} is trained besides the adapter (modules_to_save, bias, an unfrozen parameter)"
     head = model.get_output_embeddings()
     for name, layer in layers.items():
-        if reason := layer_obstacle(layer, layer is head, *active):
-            return f"{name} {reason}"
-    return engine_obstacle(lora_rank(model), dtype, on_gpu)
-
-
-def engine_obstacle(rank: int, dtype: torch.dtype, on_gpu: bool) -> str | None:
-    """Return why no adapter of this rank can be served by an engine of this dtype, or `None`."""
-    if rank > LARGEST_RANK:
-        return f"its rank is {rank}, and vLLM serves {LARGEST_RANK} at most"
+        if layer is head or not isinstance(layer.get_base_layer(), nn.Linear):
+            yield (
+                f"{name} is not a linear layer below the head, and not every model of vLLM supports adapters of other "
+                "layers"
+            )
+        if is_dora(layer, *active):
+            yield f"{name} is DoRA's, which has a magnitude besides A and B"
+    if (rank := lora_rank(model)) > LARGEST_RANK:
+        yield f"its rank is {rank}, and vLLM serves {LARGEST_RANK} at most"
     if on_gpu and dtype == torch.float32:
-        return "vLLM's LoRA kernels on a GPU take bfloat16 and float16 only, and the engine's dtype is float32"
-    return None
-
-
-def layer_obstacle(layer: Any, is_head: bool, adapter: str) -> str | None:
-    """Return why vLLM cannot serve the adapter of this layer, or `None`."""
-    if is_head or not isinstance(layer.get_base_layer(), nn.Linear):
-        return "is not a linear layer below the head, and not every model of vLLM supports adapters of other layers"
-    if is_dora(layer, adapter):
-        return "is DoRA's, which has a magnitude besides A and B"
-    return None
+        yield "vLLM's LoRA kernels on a GPU take bfloat16 and float16 only, and the engine's dtype is float32"
 
 
 def lora_layers(model: nn.Module) -> dict[str, nn.Module]:

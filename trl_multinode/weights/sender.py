@@ -1,19 +1,20 @@
 """Thread of a rank that copies gathered buckets into slots, which the engines' workers follow."""
 
-import select
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
+from multiprocessing import connection
 
 import torch
 
 from ..engine.client import EngineClient
 from ..engine.group import EngineGroup, Posted, answers
-from ..errors import MultiNodeError, WeightSyncError
+from ..errors import WeightSyncError
 from ..transports.base import Slots
 from ..transports.pieces import Pieces
-from ..wire.messages import Done, EngineTimes, UpdateWeights, WeightVersion
+from ..transports.signals import WorkerStream
+from ..wire.messages import Done, UpdateWeights
 from .timings import SyncTimings
 
 LOOK_S = 1.0  # between two looks whether an engine has stalled
@@ -56,21 +57,17 @@ class BucketSender:
         self._engines = engines
         self._slots = slots
         self._layouts = layouts
-        self._update = update
+        self.update = update
         self._staged = staged
         self.timings = timings
         self._posted: Posted = []
-        self._failure: MultiNodeError | None = None
+        self._last: Future[None] | None = None  # copy of the bucket before
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight sync")
         self._stream: torch.cuda.Stream | None = None
 
-    @property
-    def version(self) -> WeightVersion:
-        return self._update.version
-
     def __enter__(self) -> "BucketSender":
         if not self._staged:
-            self._posted = self._engines.post_all(self._update)
+            self._posted = self._engines.post_all(self.update)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -79,7 +76,7 @@ class BucketSender:
             self._slots.signals.end()
         elif self._staged:
             self._slots.signals.send(len(self._layouts) - 1)
-            self._posted = self._engines.post_all(self._update)
+            self._posted = self._engines.post_all(self.update)
 
     def send(self, index: int, pieces: Sequence[Pieces]) -> "Future[None]":
         """Send bucket `index` to the engines. The future is done once the bucket is copied and may be released."""
@@ -88,25 +85,28 @@ class BucketSender:
         if on_gpu is not None:
             # on the stream that gathered the bucket
             ready = torch.cuda.current_stream(on_gpu).record_event()
-        return self._thread.submit(self._send, index, pieces, on_gpu, ready)
+        self._last = self._thread.submit(self._send, self._last, index, pieces, on_gpu, ready)
+        return self._last
 
     def _send(
         self,
+        before: "Future[None] | None",
         index: int,
         pieces: Sequence[Pieces],
         on_gpu: torch.device | None,
         ready: torch.cuda.Event | None,
     ) -> None:
+        if before is not None:
+            # raises the error of an earlier bucket again: the engine that it names answers no more
+            before.result()
         slot = index % len(self._slots.memory)
         if not self._staged:
-            with self._fails_for_good():
-                self._wait_until_taken(index - len(self._slots.memory))
-        if on_gpu is None:
-            self._write(index, slot, pieces)
-        else:
-            with torch.cuda.stream(self._stream_on(on_gpu)):
+            self._wait_until_taken(index - len(self._slots.memory))
+        with nullcontext() if on_gpu is None else torch.cuda.stream(self._stream_on(on_gpu)):
+            if ready is not None:
                 torch.cuda.current_stream(on_gpu).wait_event(ready)
-                self._write(index, slot, pieces)
+            with self.timings.stage("copy_s", pieces[0].data.device):
+                self._slots.write(slot, self._layouts[index], pieces)
         if self._staged:
             return
         self._slots.signals.send(index)
@@ -116,21 +116,6 @@ class BucketSender:
             self._slots.signals.end()
             answers(self._posted)  # raises the error of a failed engine, which names the cause
             raise
-
-    @contextmanager
-    def _fails_for_good(self) -> Iterator[None]:
-        """Raise the first error again in later buckets: the engine that it names answers no more."""
-        if self._failure is not None:
-            raise self._failure
-        try:
-            yield
-        except MultiNodeError as error:
-            self._failure = error
-            raise
-
-    def _write(self, index: int, slot: int, pieces: Sequence[Pieces]) -> None:
-        with self.timings.stage("copy_s", pieces[0].data.device):
-            self._slots.write(slot, self._layouts[index], pieces)
 
     def _stream_on(self, device: torch.device) -> "torch.cuda.Stream":
         """Return this thread's own stream, on the rank's device: a new thread starts with GPU 0 as its device."""
@@ -142,7 +127,7 @@ class BucketSender:
         """Wait until all workers of the engines that are left have taken a bucket."""
         signals = self._slots.signals
         for client, request in self._posted:
-            if bucket < self._update.first_bucket or client.lost is not None:
+            if bucket < self.update.first_bucket or client.lost is not None:
                 continue
             # the time until now was that of the other stages
             client.last_work = time.monotonic()
@@ -153,10 +138,7 @@ class BucketSender:
     def _wait_for_news(self, client: EngineClient, request: int) -> None:
         """Wait for a signal of an engine's workers or a message of the engine, and look whether it has stalled."""
         workers = self._slots.signals.streams(client.index)
-        poll = select.poll()
-        for number in (client.fileno(), *(worker.fileno() for worker in workers)):
-            poll.register(number, select.POLLIN)
-        ready = {number for number, _ in poll.poll(LOOK_S * 1000)}
+        ready = connection.wait([client.fileno(), *map(WorkerStream.fileno, workers)], LOOK_S)
         spoken = [worker for worker in workers if worker.fileno() in ready]
         for worker in spoken:
             worker.read()
@@ -192,18 +174,8 @@ class BucketSender:
                 self._wait_until_taken(len(self._layouts) - 1)
             for client, done in answers(self._posted):
                 assert isinstance(done, Done)
-                client.check_version(done.version, self.version)
+                client.check_version(done.version, self.update.version)
                 self.done.append((client, done))
         except BaseException:
             self._slots.signals.end()
             raise
-
-
-def spent(times: EngineTimes, before: EngineTimes) -> dict[str, float]:
-    """Return the seconds of one update, by the stage's name, from the sums of an engine after it and before it."""
-    if times.clock_s < before.clock_s:  # another process of the same engine
-        before = EngineTimes()
-    return {
-        name: getattr(times, name) - getattr(before, name)
-        for name in ("load_s", "commit_s", "frozen_s")
-    }

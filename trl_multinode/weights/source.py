@@ -10,15 +10,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
-from ..errors import WeightSyncError
-from ..transports.base import wrong_shape
+from ..transports.base import check_shape
 from ..transports.pieces import Pieces, joined
 from .buckets import Bucket, WeightMeta, plan_buckets
 from .finite import check_finite
 from .gathering import Gathering, ShardGather
 from .names import is_zero3, named_weights, shape_of
 from .shards import Shard, is_quantized, shard_of
-from .tying import check_still_tied, tied_weights
+from .tying import Owner, check_still_tied, tied_weights
 
 Finish = Callable[[], Sequence[Pieces]]
 # tensors that DeepSpeed or FSDP2 has gathered whole, while their ranges are sent
@@ -40,12 +39,19 @@ class WeightSource(ABC):
 
     Every training rank calls it for the same buckets in the same order, on the default stream. Buckets may overlap: at
     most three contexts may be open, one starting, two gathering or in use. Exit them in order of entry.
+
+    Args:
+        gather (`ShardGather`, *optional*):
+            `ShardGather` of this rank. Default: one for a world of one rank.
+
+    Attributes:
+        buckets_at_peak (`float`):
+            Memory that a sync takes on a rank, in buckets.
     """
 
-    world = 1  # training ranks that hold pieces of sharded tensors
-    ranks, local_rank = 1, 0  # training ranks of this node, and which of them this one is
-    buckets_at_peak = 3.0  # memory that a sync takes on a rank, in buckets
-    device = torch.device("cpu")  # on which buckets are gathered
+    def __init__(self, gather: ShardGather | None = None):
+        self.gather = gather or ShardGather(1, torch.device("cpu"))
+        self.buckets_at_peak = self.gather.buckets_at_peak
 
     def buckets(self, limit_bytes: int) -> list[Bucket]:
         """Plan buckets of which a sync holds at most three times `limit_bytes` in the memory of any rank.
@@ -53,9 +59,8 @@ class WeightSource(ABC):
         With NCCL, buckets are smaller than the limit by a tenth with seven ranks per node, by a third with two, and by
         up to 40 % with one.
         """
-        return plan_buckets(
-            self.metadata(), int(limit_bytes * min(1.0, 3.0 / self.buckets_at_peak)), self.world
-        )
+        limit_bytes = int(limit_bytes * min(1.0, 3.0 / self.buckets_at_peak))
+        return plan_buckets(self.metadata(), limit_bytes, self.gather.world)
 
     @abstractmethod
     def metadata(self) -> list[WeightMeta]: ...
@@ -80,17 +85,9 @@ class WeightSource(ABC):
     def gathering(self, bucket: Bucket, holder: int = 0) -> AbstractContextManager[Finish]:
         """Gather the tensors or ranges of `bucket`, in its order. Only local rank `holder` of a node may read them."""
 
-    def meet(self) -> None:
-        """Wait until all training ranks of this node call this."""
-
-    @property
-    def collectives(self) -> tuple[int, int]:
-        """Collectives that gathering has taken since the last `release`: across nodes, within a node."""
-        return 0, 0
-
-    @abstractmethod
     def release(self) -> None:
         """Free the memory that buckets reuse, at the end of a sync."""
+        self.gather.release()
 
 
 class ModuleSource(WeightSource):
@@ -109,19 +106,23 @@ class ModuleSource(WeightSource):
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
-        self._gather = gather or ShardGather(1, torch.device("cpu"))
-        self.world = self._gather.world
-        self.ranks, self.local_rank = self._gather.ranks, self._gather.local_rank
-        self.buckets_at_peak = self._gather.buckets_at_peak
-        self.device = self._gather.buffers.device
+        super().__init__(gather)
         self._held: Held = {}
         self._module = model
         self._tied = tied_weights(model)
-        self._owners = {name: owner for name, owner, _ in named_weights(model)}
-        self._metadata = [
-            WeightMeta(name, sent_dtype(tensor, dtype), shape_of(tensor), divisible=True)
-            for name, _, tensor in named_weights(model)
-        ]
+        self._owners: dict[str, Owner] = {}
+        self._metadata: list[WeightMeta] = []
+        for name, owner, tensor in self.weights():
+            self._owners[name] = owner
+            casts = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            sent_as = dtype if casts else tensor.dtype
+            # `as_sent` changes whole tensors
+            divisible = not self.changed(name)
+            self._metadata.append(WeightMeta(name, sent_as, shape_of(tensor), divisible=divisible))
+
+    def weights(self) -> Iterator[tuple[str, Owner, torch.Tensor]]:
+        """Yield each tensor to send: name, module and attribute, and the tensor as it is now."""
+        return named_weights(self._module)
 
     def metadata(self) -> list[WeightMeta]:
         return self._metadata
@@ -131,9 +132,9 @@ class ModuleSource(WeightSource):
         tensors = self.named_tensors(tuple(weights))
         check_finite(
             [entry for entry in tensors if frozen or changes(entry[1])],
-            self._gather.place,
+            self.gather.place,
             step,
-            sends_whole=self._gather.is_local_main,
+            sends_whole=self.gather.is_local_main,
         )
 
     def named_tensors(self, bucket: Bucket) -> list[tuple[str, torch.Tensor, torch.dtype]]:
@@ -146,13 +147,8 @@ class ModuleSource(WeightSource):
         owners = [self._owners[meta.name] for meta in bucket]
         return [getattr(module, attribute) for module, attribute in owners]
 
-    @property
-    def collectives(self) -> tuple[int, int]:
-        return self._gather.across, self._gather.within
-
     def release(self) -> None:
-        self._gather.across = self._gather.within = 0
-        self._gather.buffers.clear()
+        super().release()
         self._held.clear()
 
     def changed(self, name: str) -> bool:
@@ -166,9 +162,6 @@ class ModuleSource(WeightSource):
     def added(self, bucket: Bucket) -> list[nn.Parameter]:
         """Return further parameters that `as_sent` needs whole."""
         return []
-
-    def meet(self) -> None:
-        self._gather.meet(0)
 
     @contextmanager
     def gathering(self, bucket: Bucket, holder: int = 0) -> Iterator[Finish]:
@@ -190,17 +183,17 @@ class ModuleSource(WeightSource):
         under_way: Gathering | None = None
         with torch.no_grad():
             if shards:
-                dtypes = [self._gathered_as(bucket[index], tensors[index]) for index in shards]
-                under_way = Gathering(self._gather, list(shards.values()), dtypes, holder)
+                dtypes = [
+                    tensors[index].dtype
+                    if self.changed(bucket[index].name)
+                    else bucket[index].dtype
+                    for index in shards
+                ]
+                under_way = Gathering(self.gather, list(shards.values()), dtypes, holder)
         with self._gathered_by_deepspeed(bucket, tensors, shards):
             yield finish
         if under_way is not None:
             under_way.close()
-
-    def _gathered_as(self, meta: WeightMeta, tensor: torch.Tensor) -> torch.dtype:
-        if self.changed(meta.name):
-            return tensor.dtype
-        return meta.dtype
 
     def _gathered_by_deepspeed(
         self, bucket: Bucket, tensors: Sequence[torch.Tensor], shards: Mapping[int, Shard]
@@ -216,7 +209,7 @@ class ModuleSource(WeightSource):
         needed += self.added(bucket)
         sharded = [tensor for tensor in needed if is_zero3(tensor)]
         # quantized values and scales take a collective each
-        self._gather.across += sum(1 + is_quantized(tensor) for tensor in sharded)
+        self.gather.across += sum(1 + is_quantized(tensor) for tensor in sharded)
         if not sharded:
             return nullcontext()
         import deepspeed
@@ -229,7 +222,7 @@ class ModuleSource(WeightSource):
         Every rank has the tensor whole until its last range, because the holders of its ranges may be all ranks.
         """
         if meta.range is None or meta.range.is_first:
-            self._gather.across += hasattr(tensor, "full_tensor")
+            self.gather.across += hasattr(tensor, "full_tensor")
         if meta.range is None:
             return Pieces.whole(full(tensor))
         if meta.range.is_first:
@@ -240,17 +233,10 @@ class ModuleSource(WeightSource):
         flat = self._held[meta.name]
         if meta.range.is_last:
             del self._held[meta.name]
-        if self.local_rank != holder:
+        if self.gather.local_rank != holder:
             return Pieces.whole(torch.empty(0))
         parts = [flat[first:end] for first, end in meta.range.intervals(flat.numel())]
         return Pieces.whole(joined(parts, meta.dtype, flat.device))
-
-
-def sent_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tensor is sent to an engine of `dtype`."""
-    if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-        return dtype
-    return tensor.dtype
 
 
 def shards_of(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> dict[int, Shard]:
@@ -261,8 +247,8 @@ def shards_of(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> dict[int, Shar
     """
     shards = {}
     for index, (meta, tensor) in enumerate(zip(bucket, tensors, strict=True)):
-        if meta.range is not None and shape_of(tensor) != meta.shape:
-            raise WeightSyncError(wrong_shape(meta.name, shape_of(tensor), meta.shape))
+        if meta.range is not None:
+            check_shape(meta.name, shape_of(tensor), meta.shape)
         if (shard := shard_of(tensor)) is not None:
             shards[index] = shard if meta.range is None else shard.of_range(meta.range)
     return shards
@@ -276,15 +262,11 @@ def keep_head_during_backward(model: nn.Module) -> None:
     parameters as external parameters of the model, so that DeepSpeed gathers them with it. A no-op without ZeRO-3.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    sharded = (
-        [parameter for parameter in head.parameters(recurse=False) if is_zero3(parameter)]
-        if head
-        else []
-    )
-    for parameter in sharded:
-        import deepspeed
+    for parameter in head.parameters(recurse=False) if head else ():
+        if is_zero3(parameter):
+            import deepspeed
 
-        deepspeed.zero.register_external_parameter(model, parameter)
+            deepspeed.zero.register_external_parameter(model, parameter)
 
 
 def changes(tensor: torch.Tensor) -> bool:

@@ -3,20 +3,18 @@
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 from ..engine.group import EngineGroup
 from ..errors import MultiNodeError, WeightSyncError
 from ..transports.base import Slots
 from ..wire.messages import EngineTimes, UpdateWeights, WeightVersion
 from .buckets import Bucket, slot_layout
-from .sender import BucketSender, spent
+from .sender import BucketSender
 from .source import Finish, WeightSource
 from .timings import SyncTimings
 from .transport import Transport
-
-Fill = Callable[[SyncTimings, BucketSender | None], None]  # gives every bucket to the sender
 
 
 class WeightSync:
@@ -92,11 +90,6 @@ class WeightSync:
         self._first = 0
         self._check_frozen = True
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the next update sends."""
-        return sum(meta.num_bytes for bucket in self.buckets[self._first :] for meta in bucket)
-
     def run(self, version: WeightVersion) -> SyncTimings:
         """Send every bucket that may have changed. A collective of all training ranks.
 
@@ -109,10 +102,9 @@ class WeightSync:
                 serve requests any more.
         """
         before = self.settle()
-        timings = self._begin_timings(version)
         if self._engines is not None:
             self._open_slots(self._engines)
-        self._send(self._engines, self._slots, timings, self._gather)
+        timings = self._send(self._engines, self._slots, version, self._first)
         timings.add(before)
         self._first = sum(bucket[0].frozen for bucket in self.buckets)
         self._check_frozen = False
@@ -131,12 +123,15 @@ class WeightSync:
         try:
             sender.wait_for_commit()
         except MultiNodeError as error:
-            error.add_note(f"It happened in weight {sender.version}.")
+            error.add_note(f"It happened in weight {sender.update.version}.")
             raise
         for engine, done in sender.done:
             before = self._times.get(engine.index, EngineTimes())
+            if done.times.clock_s < before.clock_s:  # another process of the same engine
+                before = EngineTimes()
             self._times[engine.index] = done.times
-            for name, value in spent(done.times, before).items():
+            for name in ("load_s", "commit_s", "frozen_s"):
+                value = getattr(done.times, name) - getattr(before, name)
                 seconds[name] = max(seconds.get(name, 0.0), value)
         return seconds
 
@@ -172,19 +167,15 @@ class WeightSync:
             engines (`EngineGroup`, *optional*):
                 Engines of this node that were started again, on its local main process.
         """
-        kept, self._first = self._first, 0
         slots = None
         if engines:
             self.forget_slots()
             slots = self._transport.open_on_host(engines, self._layouts)
         try:
-            timings = self._begin_timings(version)
-            self._send(engines or None, slots, timings, self._gather)
+            return self._send(engines, slots, version, 0)
         finally:
             if slots is not None:
                 slots.close()
-        self._first = kept
-        return timings
 
     def load_again(self, version: WeightVersion, engines: EngineGroup) -> SyncTimings:
         """Let engines that were started again load the last update from the slots. Not a collective.
@@ -207,11 +198,8 @@ class WeightSync:
             raise WeightSyncError(
                 f"The slots have the weights of {self._in_slots}, expected {version}."
             )
-        kept, self._first = self._first, 0
-        timings = SyncTimings(self.num_bytes, len(self.buckets), version=version)
-        self._send(engines, self._slots, timings, lambda timings, sender: None)
+        timings = self._send(engines, self._slots, version, 0, gathers=False)
         timings.add(self.settle())
-        self._first = kept
         return timings
 
     def forget_slots(self) -> None:
@@ -220,73 +208,78 @@ class WeightSync:
             self._slots.close()
         self._slots = self._in_slots = None
 
-    def _begin_timings(self, version: WeightVersion) -> SyncTimings:
-        """Check the weights that are sent, and return their numbers."""
-        sent = self.buckets[self._first :]
-        # before the first message: the other ranks then wait in their first gathering, so no engine loads anything
-        # once, however many ranges they have
-        tensors = {meta.name: meta for bucket in sent for meta in bucket}
-        self._source.check(list(tensors.values()), version.step, self._check_frozen)
-        return SyncTimings(self.num_bytes, len(sent), version=version)
-
     def _send(
         self,
         engines: EngineGroup | None,
         slots: Slots | None,
-        timings: SyncTimings,
-        fill: Fill,
-    ) -> None:
-        """Take the buckets from `_first` on from `fill`; with `engines`, send them there."""
-        self.num_gathered = self._first
+        version: WeightVersion,
+        first: int,
+        gathers: bool = True,
+    ) -> SyncTimings:
+        """Gather the buckets from `first` on, unless the slots have them; with `slots`, send them to `engines`."""
+        sent = [meta for bucket in self.buckets[first:] for meta in bucket]
+        if gathers:
+            # before the update begins: the other ranks then wait in their first gathering, so no engine loads anything
+            # once, however many ranges they have
+            tensors = {meta.name: meta for meta in sent}
+            self._source.check(list(tensors.values()), version.step, self._check_frozen)
+        num_bytes = sum(meta.num_bytes for meta in sent)
+        timings = SyncTimings(num_bytes, len(self.buckets) - first, version=version)
+        self.num_gathered = first
         start = time.perf_counter()
         staged = self.staged and slots is self._slots
+        sender: BucketSender | None = None
         try:
-            sending: AbstractContextManager[BucketSender | None] = nullcontext()
-            if slots is not None:
-                update = UpdateWeights(
-                    version=timings.version,
-                    turn=slots.signals.begin(),
-                    first_bucket=self._first,
-                    in_flight=self.in_flight,
-                    recompute_kv=self.recompute_kv,
-                )
-                group = engines or EngineGroup()
-                sending = BucketSender(group, slots, self._layouts, timings, update, staged)
-                self._in_slots = None
-            with sending as sender:
-                fill(timings, sender)
+            with ExitStack() as sending:
+                if slots is not None:
+                    update = UpdateWeights(
+                        version=version,
+                        turn=slots.signals.begin(),
+                        first_bucket=first,
+                        in_flight=self.in_flight,
+                        recompute_kv=self.recompute_kv,
+                    )
+                    group = engines or EngineGroup()
+                    self._in_slots = None
+                    sender = sending.enter_context(
+                        BucketSender(group, slots, self._layouts, timings, update, staged)
+                    )
+                if gathers:
+                    self._gather(timings, sender, first)
         finally:
-            timings.collectives = self._source.collectives
+            timings.collectives = self._source.gather.across, self._source.gather.within
             self._source.release()
         timings.settle()
         if sender is not None:
             self._loading = sender
             if staged:
-                self._in_slots = timings.version
+                self._in_slots = version
             else:
                 timings.add(self.settle())
         timings.total_s = time.perf_counter() - start
         timings.stream_s = timings.total_s - timings.commit_s
+        return timings
 
     def close(self) -> None:
         """Release the slots, after the last sync. A second call does nothing."""
         self.forget_slots()
         self._transport.close()
 
-    def _gather(self, timings: SyncTimings, sender: BucketSender | None) -> None:
-        """Gather every bucket: while k is put together, k+1 is on the network and k-1 is copied.
+    def _gather(self, timings: SyncTimings, sender: BucketSender | None, first: int) -> None:
+        """Gather every bucket from `first` on: while k is put together, k+1 is on the network and k-1 is copied.
 
         All ranks release the buckets in the same order, each after its copy, because a release may be a collective.
         """
-        holders = self._source.ranks if self.staged and self.takes_turns else 1
+        gather = self._source.gather
+        holders = gather.ranks if self.staged and self.takes_turns else 1
         if holders > 1:
             # the engines of this node have loaded what its ranks now overwrite
-            self._source.meet()
+            gather.meet(0)
         with ExitStack() as everything:
             begun: deque[tuple[ExitStack, Finish]] = deque()
             previous = ExitStack()
-            for index in range(self._first, len(self.buckets)):
-                with timings.stage("gather_s", self._source.device):
+            for index in range(first, len(self.buckets)):
+                with timings.stage("gather_s", gather.buffers.device):
                     while len(begun) < 2 and index + len(begun) < len(self.buckets):
                         coming = index + len(begun)
                         gathering = self._source.gathering(self.buckets[coming], coming % holders)
@@ -295,10 +288,10 @@ class WeightSync:
                     current, finish = begun.popleft()
                     pieces = finish()
                 self.num_gathered = index + 1
-                if sender is not None and index % holders == self._source.local_rank:
+                if sender is not None and index % holders == gather.local_rank:
                     current.callback(sender.send(index, pieces).result)
                 previous.close()
                 previous = current
         if holders > 1:
             # the ranks of this node have copied every bucket
-            self._source.meet()
+            gather.meet(0)

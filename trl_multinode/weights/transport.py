@@ -2,10 +2,9 @@
 
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 
 import msgspec
 import torch
@@ -57,11 +56,11 @@ def choose(wanted: str, machine: Machine) -> tuple[str, str]:
     )
 
 
-def machine_of(devices: EngineDevices, environ: Mapping[str, str] = os.environ) -> Machine:
+def machine_of(devices: EngineDevices) -> Machine:
     """Return the properties of this node, as its ranks see it."""
     if devices.sender is None:
         return Machine(None)
-    names = visible_devices(environ, torch.cuda.device_count())
+    names = visible_devices(os.environ, torch.cuda.device_count())
     engines = [
         names.index(gpu) for own in devices.per_engine for gpu in own if gpu != devices.sender
     ]
@@ -176,11 +175,22 @@ class Transport(SlotSettings):
 
     def open_in_workers(self, slots: Slots, engines: EngineGroup, layouts: Layouts) -> Slots:
         """Let every worker of `engines` open the slots, which others may have opened before."""
-        signals = slots.signals.listen(self.folder)
+        signals = str(slots.signals.listen(self.folder))
+
+        def request(engine: int) -> OpenSlots:
+            return OpenSlots(
+                transport=slots.kind,
+                memory=msgspec.Raw(msgspec.msgpack.encode(slots.open_for(engine))),
+                sizes=slots.sizes,
+                buckets=tuple(layouts),
+                signals=signals,
+                engine=engine,
+            )
+
         try:
-            answers(engines.post_all(lambda engine: _open_request(slots, engine, layouts, signals)))
+            answers(engines.post_all(request))
         finally:
-            slots.opened()
+            slots.signals.opened()
         return slots
 
     @staticmethod
@@ -196,15 +206,3 @@ class Transport(SlotSettings):
             failed = failures(posted)  # reads every reply even after a failure
         if failed:
             raise failed[0]
-
-
-def _open_request(slots: Slots, engine: int, layouts: Layouts, signals: Path) -> OpenSlots:
-    memory = msgspec.Raw(msgspec.msgpack.encode(slots.open_for(engine)))
-    return OpenSlots(
-        transport=slots.kind,
-        memory=memory,
-        sizes=slots.sizes,
-        buckets=tuple(layouts),
-        signals=str(signals),
-        engine=engine,
-    )

@@ -162,9 +162,10 @@ class Connection:
         return EngineDiedError(f"{self.name} {what}. Log: {self.log_path}")
 
     def at_end(self) -> bool:
-        """Return whether the engine has closed a connection that is readable."""
+        """Return whether the engine has closed the connection; without waiting."""
+        self._socket.settimeout(0.0)
         try:
-            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return not self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
         except OSError:
