@@ -2,16 +2,14 @@
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
-from enum import Enum
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from ..node_settings import NodeSettings
 from ..run.reporter import warn
-from ..run.values import is_secret
+from ..run.values import is_secret, plain
 from ..run.versions import local_versions
 from ..wire.line_file import LineFile
 from ..wire.secret_names import HIDDEN
@@ -94,20 +92,13 @@ def default(field: Field) -> Any:
 
 def shown(name: str, value: Any) -> Any:
     """Return a value as JSON may have it, without secrets."""
-    if isinstance(value, Mapping):
-        return {str(key): shown(str(key), inner) for key, inner in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    value = plain(value)
+    if isinstance(value, dict):
+        return {key: shown(key, inner) for key, inner in value.items()}
+    if isinstance(value, list):
         return [shown(name, inner) for inner in value]
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, float) and not isfinite(value):
-        return str(value)  # JSON has neither infinity nor NaN, and the page of a run refuses them
-    if value is None or isinstance(value, bool | int | float):
+    if not isinstance(value, str):
         return value
-    return _shown_text(name, str(value))
-
-
-def _shown_text(name: str, text: str) -> str:
-    if is_secret(name, text):
+    if is_secret(name, value):
         return HIDDEN
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return value if len(value) <= LONGEST else f"{value[:LONGEST]}..."
