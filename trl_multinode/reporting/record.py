@@ -65,29 +65,24 @@ class RunRecord:
 
 def chosen(args: Any) -> dict[str, Any]:
     """Return the settings of a config that differ from its defaults, and node mode's others; secrets are hidden."""
-    own = {field.name for field in fields(NodeSettings)}
-    found = {field.name: getattr(args, field.name) for field in fields(args)}
-    defaults = {field.name: default(field) for field in fields(args)}
-    changed = {name for name in found if _is_own(found, name, defaults[name])}
-    return {
-        "settings": {name: shown(name, found[name]) for name in sorted(changed)},
-        "defaults": {
-            name: shown(name, found[name]) for name in sorted(own & found.keys() - changed)
-        },
-    }
+    of_node_mode = {field.name for field in fields(NodeSettings)}
+    found: dict[str, dict[str, Any]] = {"settings": {}, "defaults": {}}
+    for field in sorted(fields(args), key=lambda field: field.name):
+        is_own = _is_own(args, field)
+        if is_own or field.name in of_node_mode:
+            value = shown(field.name, getattr(args, field.name))
+            found["settings" if is_own else "defaults"][field.name] = value
+    return found
 
 
-def _is_own(found: dict[str, Any], name: str, default: Any) -> bool:
+def _is_own(args: Any, field: Field) -> bool:
     """Return whether a value is the user's: no default, and nothing that the configs made of one."""
-    value = found[name]
-    if value in (None, [], {}, default) or is_dataclass(value) or name in DERIVED:
+    value, default = getattr(args, field.name), field.default
+    if field.default_factory is not MISSING:
+        default = field.default_factory()
+    if value in (None, [], {}, default) or is_dataclass(value) or field.name in DERIVED:
         return False
-    return name != "steps_per_generation" or value != found.get("gradient_accumulation_steps")
-
-
-def default(field: Field) -> Any:
-    """Return the default of a field."""
-    return field.default_factory() if field.default_factory is not MISSING else field.default
+    return field.name != "steps_per_generation" or value != args.gradient_accumulation_steps
 
 
 def shown(name: str, value: Any) -> Any:
