@@ -23,15 +23,11 @@ from .libraries import replaced
 from .model_outline import outline
 from .must_agree import check_agreement, check_training
 from .node_settings import check_supported, is_node_mode
-from .reporting import (
-    LogHistory,
-    RunRecord,
-    StepReport,
-    Trackers,
-    report_choices,
-    report_start,
-    report_steps,
-)
+from .reporting.callbacks import Trackers, report_steps
+from .reporting.history import LogHistory
+from .reporting.record import RunRecord
+from .reporting.setup import report_choices, report_start
+from .reporting.steps import StepReport
 from .rollouts.aligning import aligned_before_gather
 from .rollouts.generation import SAMPLING, NodeGeneration
 from .rollouts.monitor import check_nan
