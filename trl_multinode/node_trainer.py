@@ -329,9 +329,10 @@ class NodeTrainer(HubTrainer):
             super()._save_checkpoint(model, trial)
             return
         self.host.updates.check_before_save(self.model)  # before the checkpoint has a folder
-        saving = self.host.phases("checkpoint")
-        with self._resume.rotating(), self._pushing_afterwards(), saving, self._resume.saving():
-            super()._save_checkpoint(model, trial)
+        with self._resume.rotating():
+            with self.host.phases("checkpoint"), self._resume.saving() as folder:
+                super()._save_checkpoint(model, trial)
+            self._push_finished(str(folder))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         with self._resume.rotating_at_end() if self.host is not None else nullcontext():

@@ -33,8 +33,8 @@ LIMIT_S = 600.0  # no try starts later than this after the start of the first
 STALL_S = 300.0  # timeout without a byte of an answer; huggingface_hub would wait forever
 # Includes the conflicts 409 and 412: another commit came first, and the next try starts from it.
 WORTH_ANOTHER_TRY = (408, 409, 412, 425, 429, 500, 502, 503, 504)
-# Errors without a status after which the next try may succeed. huggingface_hub also lists the checkpoints, of which one
-# may be deleted at that moment.
+# Errors without a status after which the next try may succeed. huggingface_hub also lists the checkpoints, and one of
+# them may be deleted at that moment.
 PASSING = httpx.TransportError | FileNotFoundError
 LONGEST_REASON = 300  # maximum characters of a server's answer in a message
 CURES = {

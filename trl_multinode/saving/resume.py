@@ -182,7 +182,7 @@ class Resume:
     # ---- at every checkpoint ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> Iterator[Path]:
         """Save the rollouts beside the checkpoint that transformers writes inside. All training ranks enter it.
 
         It waits for a round that runs ahead, unless `save_only_model` omits the rollouts.
@@ -191,7 +191,7 @@ class Resume:
         with self._log.saving(step, self._in_flight) as folder:
             if not self._trainer.args.save_only_model:
                 save_rollouts(folder, self._accelerator.process_index, self._collect())
-            yield
+            yield folder
 
     @contextmanager
     def rotating(self) -> Iterator[None]:
