@@ -162,10 +162,8 @@ class NodeTrainer(HubTrainer):
         self._resume = Resume(self)
         host.watch.ending.checkpoint = partial(newest_whole, Path(self.args.output_dir))
         if (minutes := host.settings.save_minutes) is not None:
-            self.add_callback(
-                SaveByTime(minutes, host.agreement.save, decides=host.topology.rank == 0)
-            )
-        self.add_callback(SaveAtPreemption(host.agreement.preemption, self.args.output_dir))
+            self.add_callback(SaveByTime(minutes, host.agreement.save))
+        self.add_callback(SaveAtPreemption(host.agreement.preemption))
 
     @property
     def steps_per_round(self) -> int:
