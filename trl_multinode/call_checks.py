@@ -61,7 +61,7 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
     check_parallelism(args, call["model"])
     check_dataset(call.get("train_dataset"), args)
     check_evaluation(args, call)
-    check_rewards(call, bool(getattr(args, "remove_unused_columns", False)))
+    check_rewards(call, args.remove_unused_columns)
     check_in_flight(args, call.get("train_dataset"))
     check_dynamic_sampling(args, call)
     check_fsdp_version()
@@ -82,7 +82,7 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
 
 def warn_of_dropout(args: TrainingArguments, dropouts: list[str]) -> None:
     """Warn of dropout layers that are on."""
-    if dropouts and not getattr(args, "disable_dropout", False):
+    if dropouts and not args.disable_dropout:
         warn(
             f"dropout is on ({', '.join(dropouts)}): its noise is in the trainer's log-probs, where TRL's importance "
             "ratio and the check for stale weights count it. `disable_dropout=True` turns it off."
@@ -175,11 +175,11 @@ def check_parallelism(args: TrainingArguments, model: str | PreTrainedModel) -> 
 
 def group_sizes(args: TrainingArguments, model: str | PreTrainedModel) -> Iterator[str]:
     """Yield the settings, with their values, that make groups of ranks train the same rows."""
-    config = getattr(args, "parallelism_config", None)
+    config = args.parallelism_config
     launched = (
         config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
     )
-    deepspeed = getattr(getattr(args, "deepspeed_plugin", None), "deepspeed_config", None) or {}
+    deepspeed = getattr(args.deepspeed_plugin, "deepspeed_config", None) or {}
     sizes = {
         "tensor_parallel.autotp_size": deepspeed.get("tensor_parallel", {}).get("autotp_size"),
         "model.tp_size": getattr(model, "tp_size", None),
@@ -192,11 +192,10 @@ def group_sizes(args: TrainingArguments, model: str | PreTrainedModel) -> Iterat
 
 def parallel_loading(args: TrainingArguments) -> Iterator[str]:
     """Yield the arguments with which transformers loads a model under tensor or expert parallelism."""
-    init = getattr(args, "model_init_kwargs", None) or {}
     return (
         f"`{name}` in `model_init_kwargs`"
         for name in ("tp_plan", "tp_size", "distributed_config")
-        if name in init
+        if name in (args.model_init_kwargs or ())
     )
 
 
@@ -280,10 +279,10 @@ def check_dataset(dataset: Any, args: TrainingArguments) -> None:
 
 def check_evaluation(args: TrainingArguments, call: dict[str, Any]) -> None:
     """Raise `ConfigurationError` if evaluation has no dataset; transformers finds out once the model is loaded."""
-    strategy = getattr(args, "eval_strategy", None) or "no"
+    strategy = args.eval_strategy
     if strategy != "no" and call.get("eval_dataset") is None:
         raise ConfigurationError(
-            f"`eval_strategy` {getattr(strategy, 'value', strategy)} needs an `eval_dataset`, got None.",
+            f"`eval_strategy` {strategy.value} needs an `eval_dataset`, got None.",
             setting="eval_dataset",
             cure="Pass one to the trainer, or set `eval_strategy='no'`.",
         )
@@ -295,13 +294,11 @@ def uneven_evaluations(args: TrainingArguments, call: dict[str, Any]) -> Iterato
     TRL averages `eval_reward` and its other metrics over batches. With several ranks, accelerate fills the last batch
     up with copies of the first rows; with one rank it is short. Either way some rows count more than others.
     """
-    if (getattr(args, "eval_strategy", None) or "no") == "no" or not hasattr(
-        args, "num_generations"
-    ):
+    if args.eval_strategy == "no" or not hasattr(args, "num_generations"):
         return
     per_prompt = getattr(args, "num_generations_eval", None) or args.num_generations
     batch = args.per_device_eval_batch_size * args.world_size
-    for dataset in datasets_of(call.get("eval_dataset")):
+    for dataset in datasets_of(call, "eval_dataset").values():
         rows = len(dataset) * per_prompt if hasattr(dataset, "__len__") else 0
         if left := rows % batch:
             how = (
@@ -341,9 +338,8 @@ def check_rewards(call: dict[str, Any], removes_columns: bool = False) -> None:
     # these two make prompts, or pass further arguments to the rewards
     if not functions or call.get("rollout_func") or call.get("environment_factory"):
         return
-    for which in ("train_dataset", "eval_dataset"):
-        for dataset in datasets_of(call.get(which)):
-            check_columns(which, dataset, functions, removes_columns)
+    for which, dataset in datasets_of(call).items():
+        check_columns(which, dataset, functions, removes_columns)
 
 
 def rewards_of(call: dict[str, Any]) -> list[Any]:
@@ -374,11 +370,16 @@ def name_in_trl(reward: Any) -> str:
     )
 
 
-def datasets_of(given: Any) -> list[Any]:
-    """Return the datasets that a trainer's argument holds: none, one, or several by name."""
-    return (
-        list(given.values()) if isinstance(given, Mapping) else [given] if given is not None else []
-    )
+def datasets_of(call: Mapping[str, Any], *arguments: str) -> dict[str, Any]:
+    """Return the datasets of a trainer by name, those of all arguments by default; one that is missing is `None`."""
+    found: dict[str, Any] = {}
+    for argument in arguments or ("train_dataset", "eval_dataset"):
+        given = call.get(argument)
+        if isinstance(given, Mapping):
+            found |= {f"{argument}[{name}]": dataset for name, dataset in given.items()}
+        else:
+            found[argument] = given
+    return found
 
 
 def check_columns(
@@ -476,7 +477,7 @@ def check_model(
     """Raise `ConfigurationError` if the weights cannot be sent or cannot be trained."""
     config = config_of(model, args)
     check_quantization(config, args, call)
-    check_heads(config, getattr(args, "vllm_tensor_parallel_size", 1))
+    check_heads(config, args.vllm_tensor_parallel_size)
     check_adapters(model, call.get("peft_config"))
     check_dora(model, args, call.get("peft_config"))
     check_trained(model, call.get("peft_config"))
@@ -520,8 +521,7 @@ def config_of(model: str | PreTrainedModel, args: TrainingArguments) -> PreTrain
     """Return the model's config; for a model name, load it with the arguments that TRL would use."""
     if not isinstance(model, str):
         return model.config
-    given = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
-    given |= getattr(args, "model_init_kwargs", None) or {}
+    given = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     given.pop("dtype", None)  # the config keeps that of the checkpoint
     return AutoConfig.from_pretrained(model, return_unused_kwargs=True, **given)[0]
 
@@ -532,7 +532,7 @@ def check_quantization(
     """Reject a quantized base: an engine would load its packed weights as unpacked ones, or fail late."""
     wanted = [
         call.get("quantization_config"),
-        (getattr(args, "model_init_kwargs", None) or {}).get("quantization_config"),
+        (args.model_init_kwargs or {}).get("quantization_config"),
         getattr(config, "quantization_config", None),
     ]
     if found := next((one for one in wanted if one), None):

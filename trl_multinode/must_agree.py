@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from .call_checks import config_of, name_of
+from .call_checks import config_of, datasets_of, name_of
 from .errors import ConfigurationError
 from .host import NodeHost
 from .node_settings import NodeSettings
@@ -124,7 +124,7 @@ def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     add_launch(facts, args)
     add_model(facts, args, call)
     add_functions(facts, call)
-    for name, dataset in named_datasets(call):
+    for name, dataset in datasets_of(call).items():
         facts.add(f"`{name}`", sizes_of(dataset))
     for library, version in local_versions().items():
         if library in MUST_AGREE:
@@ -285,16 +285,6 @@ def add_functions(facts: Facts, call: Mapping[str, Any]) -> None:
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
-def named_datasets(call: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of the datasets of a trainer; a dataset that is missing is `None`."""
-    for argument in ("train_dataset", "eval_dataset"):
-        given = call.get(argument)
-        if isinstance(given, Mapping):
-            yield from ((f"{argument}[{name}]", dataset) for name, dataset in given.items())
-        else:
-            yield argument, given
-
-
 def sizes_of(dataset: Any) -> dict[str, Any]:
     """Return what can be said of a dataset without reading it; nothing is read of a stream."""
     rows = len(dataset) if hasattr(dataset, "__len__") else None
@@ -308,7 +298,7 @@ def sizes_of(dataset: Any) -> dict[str, Any]:
 def check_rows(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     """Compare rows of the datasets whose fingerprints differ, as they are stored: without transforms, undecoded."""
     facts = Facts(host.topology)
-    datasets = {f"`{name}`": dataset for name, dataset in named_datasets(call)}
+    datasets = {f"`{name}`": dataset for name, dataset in datasets_of(call).items()}
     facts.add_all(
         {name: getattr(dataset, "_fingerprint", None) for name, dataset in datasets.items()}
     )
