@@ -133,6 +133,7 @@ def trainer_at(
     args = {
         "output_dir": str(output_dir), "gradient_accumulation_steps": 1, "per_device_train_batch_size": 2,
         "steps_per_generation": 2, "save_only_model": False, "max_staleness": 1, "save_total_limit": None,
+        "ignore_data_skip": False,
     } | fields  # fmt: skip
     if args["max_staleness"] is None:  # TRL's own config has no such field
         del args["max_staleness"]

@@ -21,14 +21,13 @@ class OpenGroupsFile:
     Args:
         trainer ([`NodeTrainer`]):
             Trainer with rounds ahead.
-        in_flight (`bool`):
-            Whether the rounds are in flight. A group is then the completions of one prompt, whose row is found by its
-            index in the dataset. Otherwise it is the rank's part of a round, whose rows the dataloader gives again.
+            If they are in flight, a group is the completions of one prompt, whose row is found by its index in the
+            dataset. Otherwise it is the rank's part of a round, whose rows the dataloader gives again.
     """
 
-    def __init__(self, trainer: Any, in_flight: bool):
+    def __init__(self, trainer: Any):
         self._trainer = trainer
-        self._in_flight = in_flight
+        self._in_flight = trainer.host.settings.in_flight
         self._rounds = trainer.vllm_generation.rounds
         self._where = str(trainer.host.topology)
 

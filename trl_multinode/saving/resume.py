@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import IterableDataset
 from transformers import trainer as transformers_trainer
 
 from ..errors import ConfigurationError
+from ..images import has_index
 from ..libraries import replaced
 from ..run.endings.ending import RESUMING
 from ..run.reporter import report, warn
@@ -38,6 +38,7 @@ class Resume:
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self._accelerator = trainer.accelerator
+        self._in_flight = trainer.host.settings.in_flight
         self._log = CheckpointLog(Path(trainer.args.output_dir), trainer.accelerator)
         self._folder: Path | None = None
         self._must_restore = False
@@ -103,10 +104,10 @@ class Resume:
         transformers skips as many batches as were trained, but of one pass only: it would begin the pass anew, and
         train its first prompts twice. A stream's state in its trainer file counts passes as epochs.
         """
-        if not self.epochs or getattr(self._trainer.args, "ignore_data_skip", False):
+        if not self.epochs or self._trainer.args.ignore_data_skip:
             return
         dataset = self._trainer.train_dataset
-        if hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
+        if has_index(dataset):
             return
         raise ConfigurationError(
             f"{folder} is in pass {self.epochs + 1} over a stream ({type(dataset).__name__}), whose "
@@ -177,7 +178,7 @@ class Resume:
         if self._inside_block():
             self._trainer._buffered_inputs = unpack_block(saved)
         if "open" in saved.notes and (self._in_flight or self._keeps_a_round):
-            OpenGroupsFile(self._trainer, self._in_flight).restore_from(saved)
+            OpenGroupsFile(self._trainer).restore_from(saved)
 
     # ---- at every checkpoint ----------------------------------------------------------------------------------------
 
@@ -228,13 +229,13 @@ class Resume:
         saved = pack_block(trainer._buffered_inputs if self._inside_block() else [])
         saved.notes["layout"] = self._layout()
         if self._in_flight:
-            OpenGroupsFile(trainer, True).add_to(saved)
+            OpenGroupsFile(trainer).add_to(saved)
         elif self._keeps_a_round and not host.agreement.preemption.leaves:
             # completions may take longer than a pre-emption leaves; `resume` then makes others
             # which may take any time, unlike a checkpoint that writes nothing
             with host.phases("generate"):
                 trainer.vllm_generation.wait_for_open()
-            OpenGroupsFile(trainer, False).add_to(saved)
+            OpenGroupsFile(trainer).add_to(saved)
         return saved
 
     @property
@@ -242,13 +243,6 @@ class Resume:
         """Return whether a round of single completions runs ahead; whole rollouts are made again after a resume."""
         is_ahead = self._trainer.vllm_generation.rounds is not None
         return is_ahead and getattr(self._trainer, "_recorder", None) is None
-
-    @property
-    def _in_flight(self) -> bool:
-        return (
-            self._trainer.vllm_generation.rounds is not None
-            and self._trainer.host.settings.in_flight
-        )
 
     def _inside_block(self) -> bool:
         return self._trainer._step % self._trainer.steps_per_round != 0
