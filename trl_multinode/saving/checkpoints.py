@@ -110,42 +110,34 @@ class CheckpointLog:
 
         The exit is a collective of all training ranks. If a rank fails inside, the folder stays marked as unfinished.
         """
+        accelerator, rank = self._accelerator, self._accelerator.process_index
         self._markers.mkdir(parents=True, exist_ok=True)
-        (self._markers / f"{PREFIX}{step}.rank{self._accelerator.process_index}").touch()
+        (self._markers / f"{PREFIX}{step}.rank{rank}").touch()
         sync(self._markers)
         sync(self._own)
         folder = self._output_dir / f"{PREFIX}{step}"
         folder.mkdir(parents=True, exist_ok=True)
-        if self._accelerator.is_local_main_process:
-            self._begin(folder, in_flight)
+        if accelerator.is_local_main_process:
+            ranks, with_zero = (
+                accelerator.num_processes,
+                accelerator.distributed_type == "DEEPSPEED",
+            )
+            delete_files_of_other_launches(folder, ranks, with_zero)
+            write_metadata(folder, rank, ranks, in_flight)
         yield folder
-        if self._accelerator.is_local_main_process:
+        if accelerator.is_local_main_process:
             self._write_latest(folder)
         sync_tree(folder)
-        self._accelerator.wait_for_everyone()
-        if self._is_first_in(step):
-            record_files(folder, self._accelerator.process_index)
-        self._accelerator.wait_for_everyone()
-        # also markers of an earlier run with more ranks
-        for marker in self._markers.glob(f"{PREFIX}{step}.rank*"):
+        accelerator.wait_for_everyone()
+        # also those of an earlier run with more ranks
+        markers = list(self._markers.glob(f"{PREFIX}{step}.rank*"))
+        # the lowest of the ranks that share this folder
+        if rank == min(int(marker.suffix.removeprefix(".rank")) for marker in markers):
+            record_files(folder, rank)
+        accelerator.wait_for_everyone()
+        for marker in markers:
             marker.unlink(missing_ok=True)
         sync(self._markers)
-
-    def _is_first_in(self, step: int) -> bool:
-        """Return whether this rank is the lowest whose marker is in this folder, which nodes may share or not."""
-        markers = self._markers.glob(f"{PREFIX}{step}.rank*")
-        return (
-            min(int(path.suffix.removeprefix(".rank")) for path in markers)
-            == self._accelerator.process_index
-        )
-
-    def _begin(self, folder: Path, in_flight: bool) -> None:
-        """Remove what an earlier launch left in the folder, and write the metadata, the same on every node."""
-        ranks = self._accelerator.num_processes
-        delete_files_of_other_launches(
-            folder, ranks, self._accelerator.distributed_type == "DEEPSPEED"
-        )
-        write_metadata(folder, self._accelerator.process_index, ranks, in_flight)
 
     def rotate(self, step: int, limit: int, best: str | None, deletes: bool) -> None:
         """Delete checkpoints beyond `save_total_limit`, after every rank has finished that of `step`. A collective.
