@@ -129,13 +129,8 @@ def _engines(found: Mapping[str, float]) -> str:
 
 def other_line(logs: Mapping[str, object], step: int) -> str:
     """Return the line of a log that is not of a training step: an evaluation, the end of a run, a script's own log."""
-    prefix, label = "", f"step {step}"
-    for word, its_label in (
-        ("eval_", f"evaluation at step {step}"),
-        ("train_", f"end at step {step}"),
-    ):
-        if not prefix and any(name.startswith(word) for name in logs):
-            prefix, label = word, its_label
+    kinds = {"eval_": "evaluation at ", "train_": "end at ", "": ""}
+    prefix = next(word for word in kinds if any(name.startswith(word) for name in logs))
     entries = {
         name.removeprefix(prefix): value for name, value in logs.items() if name not in UNSHOWN
     }
@@ -145,7 +140,7 @@ def other_line(logs: Mapping[str, object], step: int) -> str:
         parts.append(f"{name} {short(value) if isinstance(value, (int, float)) else value}")
     left = len(parts) - LIMIT_OF_OTHERS
     more = f", and {left} more" if left > 0 else ""
-    return f"{label}: {', '.join(parts[:LIMIT_OF_OTHERS])}{more}"
+    return f"{kinds[prefix]}step {step}: {', '.join(parts[:LIMIT_OF_OTHERS])}{more}"
 
 
 def nodes_in(logs: Mapping[str, object]) -> Nodes:
