@@ -168,7 +168,8 @@ class NodeTrainer(HubTrainer):
     @property
     def steps_per_round(self) -> int:
         """Number of `training_step` calls that one generation round serves."""
-        return self.args.steps_per_generation * self.num_iterations
+        steps = getattr(self.args, "steps_per_generation", self.args.gradient_accumulation_steps)
+        return steps * getattr(self, "num_iterations", 1)
 
     @property
     def max_staleness(self) -> int:
