@@ -149,7 +149,7 @@ def nodes_in(logs: Mapping[str, object]) -> Nodes:
     for name, value in logs.items():
         if (match := re.fullmatch(r"node(\d+)/(\w+)", name)) and isinstance(value, (int, float)):
             nodes.setdefault(int(match[1]), {})[match[2]] = float(value)
-    return dict(sorted(nodes.items()))
+    return nodes
 
 
 def ratios(nodes: Nodes) -> Nodes:

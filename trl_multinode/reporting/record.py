@@ -39,7 +39,7 @@ class RunRecord:
         settings = LineFile(folder / "settings.jsonl", self._warn)
         settings.add(
             {
-                "attempt": host.rank.phase_file.attempt,
+                "attempt": self._attempt,
                 "time": time.time(),
                 "model": getattr(getattr(model, "config", None), "_name_or_path", "")
                 or type(model).__name__,

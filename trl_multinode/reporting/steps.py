@@ -70,7 +70,7 @@ class StepReport:
 
     def restart(self) -> None:
         """Forget the time since the last log, because the script trains again."""
-        self._since = self._counts = None
+        self._since = None
 
     def begin_step(self, step: int) -> None:
         """Start the clocks of the first interval; later intervals start at the log before them.

@@ -117,9 +117,9 @@ class OpenGroupsFile:
 def permutation(num_rows: int, seed: int, epoch: int) -> list[int]:
     """Return the order of the dataset in an epoch (0 for the first), as TRL's `RepeatSampler` draws it."""
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(epoch):
-        torch.randperm(num_rows, generator=generator)
-    return torch.randperm(num_rows, generator=generator).tolist()
+    for _ in range(epoch + 1):
+        order = torch.randperm(num_rows, generator=generator)
+    return order.tolist()
 
 
 def check_same_way(folder: Any, was_in_flight: bool, in_flight: bool, all_usable: bool) -> None:
