@@ -275,11 +275,9 @@ class NodeTrainer(HubTrainer):
         with self._guarded():
             if self.host is not None:
                 check_training(self.host, self.args, resume_from_checkpoint)
-                self.host.watch.ending.resumes = resume_from_checkpoint is True or bool(
-                    self.host.watch.ending.resumes
-                )
+                ending = self.host.watch.ending
+                ending.resumes = resume_from_checkpoint is True or bool(ending.resumes)
                 resume_from_checkpoint = self._resume.choose(resume_from_checkpoint)
-                self._resume.warn_of_replaced(self.host.watch.ending.resumes)
                 self.weights_changed()
                 self._report.restart()
             return super().train(resume_from_checkpoint, *args, **kwargs)

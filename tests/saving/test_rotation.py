@@ -55,6 +55,7 @@ class Saving(NodeTrainer):
             topology=Topology(0, 1, 0, 1, 0, 1, launched=False),
             updates=SimpleNamespace(check_before_save=lambda model: None),
             phases=Phases(),
+            watch=SimpleNamespace(ending=SimpleNamespace(resumes=True)),
             settings=NodeSettings(),
         )
         self.vllm_generation = SimpleNamespace(rounds=None)

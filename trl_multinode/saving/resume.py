@@ -61,6 +61,7 @@ class Resume:
         self._must_restore, self.epochs = True, 0
         self._folder = self._resolved(wanted)
         if self._folder is None:
+            self._warn_of_replaced()
             return None
         self._check(self._folder)
         self.epochs = epochs_behind(self._folder)
@@ -118,9 +119,9 @@ class Resume:
             "`ignore_data_skip=True`, which begins the pass anew and trains some prompts again.",
         )
 
-    def warn_of_replaced(self, resumes: bool) -> None:
+    def _warn_of_replaced(self) -> None:
         """Warn, on rank 0, if training begins anew beside checkpoints of an earlier launch, which it would replace."""
-        if resumes or self.resuming or not self._accelerator.is_main_process:
+        if self._trainer.host.watch.ending.resumes or not self._accelerator.is_main_process:
             return
         folder = Path(self._trainer.args.output_dir)
         newest = newest_whole(folder)
