@@ -45,11 +45,6 @@ class Unknown:
     def __eq__(self, other: object) -> bool:
         return True
 
-    def __ne__(self, other: object) -> bool:
-        return False
-
-    __hash__ = None  # type: ignore[assignment]
-
     def __mul__(self, other: object) -> "Unknown":
         return self
 
