@@ -164,8 +164,7 @@ class CheckpointLog:
             kept.add(Path(best).resolve())
         old = [folder for folder in folders if folder.resolve() not in kept]
         old.sort(key=lambda folder: why_unusable(folder) is None)
-        too_many = len(folders) - max(limit, len(folders) - len(old))
-        delete(old[: max(0, too_many)], self._own)
+        delete(old[: max(0, len(folders) - limit)], self._own)
 
     def keep_only(self, best: str) -> None:
         """Delete all checkpoints but the best one, as transformers does at the end with `save_total_limit=1`."""
@@ -239,7 +238,17 @@ class CheckpointLog:
                 "name one: `train(resume_from_checkpoint=PATH)`.",
             )
         if ONLY_UNFINISHED in seen:
-            raise self._only_unfinished(unusable)
+            found = "; ".join(f"{folder.name} is {reason}" for folder, reason in unusable.items())
+            folders = " ".join(map(str, unusable)) or "FOLDERS"
+            raise ConfigurationError(
+                f"{self._output_dir} has no finished checkpoint to resume from, only unfinished or damaged ones "
+                f"({found or 'they are on another node'}).",
+                setting="resume_from_checkpoint",
+                got=unusable,
+                rank=self._accelerator.process_index,
+                cure=f"To begin anew at step 1, delete them on every node (`rm -r {folders}`), or use another "
+                "`output_dir`, or call `train()` without `resume_from_checkpoint`.",
+            )
 
     def _warn_of(self, unusable: dict[Path, str], advice: str = "") -> None:
         if self._accelerator.is_local_main_process:
@@ -253,19 +262,6 @@ class CheckpointLog:
             torch.tensor([first, *steps], device=self._accelerator.device), pad_index=NOTHING
         )
         return self._accelerator.gather(padded).tolist()
-
-    def _only_unfinished(self, unfinished: dict[Path, str]) -> ConfigurationError:
-        seen = "; ".join(f"{folder.name} is {reason}" for folder, reason in unfinished.items())
-        folders = " ".join(map(str, unfinished)) or "FOLDERS"
-        return ConfigurationError(
-            f"{self._output_dir} has no finished checkpoint to resume from, only unfinished or damaged ones "
-            f"({seen or 'they are on another node'}).",
-            setting="resume_from_checkpoint",
-            got=unfinished,
-            rank=self._accelerator.process_index,
-            cure=f"To begin anew at step 1, delete them on every node (`rm -r {folders}`), or use another "
-            "`output_dir`, or call `train()` without `resume_from_checkpoint`.",
-        )
 
 
 def check_zero_ranks(folder: Path, accelerator: Any) -> None:

@@ -204,7 +204,7 @@ class Resume:
         with replaced(transformers_trainer, "rotate_checkpoints", lambda **_: None):
             yield
         args, state = self._trainer.args, self._trainer.state
-        if args.save_total_limit is not None and args.save_total_limit > 0:
+        if (args.save_total_limit or 0) > 0:
             self._log.rotate(
                 state.global_step,
                 args.save_total_limit,
