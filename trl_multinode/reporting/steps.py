@@ -51,12 +51,10 @@ class StepReport:
         )
         self._since: float | None = None
         self._logged_step = 0
-        # seconds and steps of all intervals but the first, which includes the warm-up
-        self._timed = (
-            0.0,
-            0,
-        )
-        # of each interval until the advice, which sets this to `None`
+        self._num_logs = 0
+        # all intervals but the first, which includes the warm-up: seconds and steps
+        self._timed = (0.0, 0)
+        # each of them until the advice, which sets this to `None`
         self._intervals: list[StepTimes] | None = []
         topology = host.topology
         self._shape = RunShape(
@@ -115,6 +113,7 @@ class StepReport:
             torch.tensor([mine], device=self._accelerator.device)
         ).tolist()
         ranks = [RankNumbers.of(row) for row in rows]
+        self._num_logs += 1
         self._advise(ranks, steps)
         idle = [rank.phases["generate"] + rank.phases["wait"] for rank in ranks]
         return {
@@ -147,26 +146,21 @@ class StepReport:
 
     def _eta(self, ranks: list[RankNumbers], steps: int, steps_left: int) -> dict[str, float]:
         """Return the seconds until the last step at the mean speed since the first log."""
-        wall = max(rank.step.wall_s for rank in ranks)
         seconds, count = self._timed
-        if self._intervals is None or len(self._intervals) > 1:
-            self._timed = seconds, count = seconds + wall, count + steps
-        per_step = seconds / count if count else wall / steps
-        return {"perf/eta_s": per_step * max(0, steps_left)}
+        seconds, count = seconds + max(rank.step.wall_s for rank in ranks), count + steps
+        if self._num_logs > 1:
+            self._timed = seconds, count
+        return {"perf/eta_s": seconds / count * max(0, steps_left)}
 
     def _advise(self, ranks: list[RankNumbers], steps: int) -> None:
         """Print the advice once. Skip the first interval, because it includes the warm-up."""
-        if self._intervals is None:
+        if self._num_logs == 1 or self._intervals is None:
             return
         host = self._host
         self._intervals.append(self._step_times(ranks, steps))
-        if (
-            host.step() < ADVICE_AT_STEP
-            or len(self._intervals) < 2
-            or host.devices.shared_with_training
-        ):
+        if host.step() < ADVICE_AT_STEP or host.devices.shared_with_training:
             return
-        rows, self._intervals = self._intervals[1:], None
+        rows, self._intervals = self._intervals, None
         if host.topology.rank == 0:
             times = StepTimes(*map(fmean, zip(*map(astuple, rows), strict=True)))
             ahead, in_flight = host.settings.max_staleness > 0, host.settings.in_flight
