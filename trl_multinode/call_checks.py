@@ -163,7 +163,13 @@ def check_own_folders(args: TrainingArguments, call: dict[str, Any], num_nodes: 
 def check_parallelism(args: TrainingArguments, model: str | PreTrainedModel) -> None:
     """Reject tensor, context and sequence parallelism: all ranks of a group train the same rows, and in node mode each
     rank would generate other completions for them."""
-    if found := [*group_sizes(args, model), *parallel_loading(args)]:
+    # with which transformers loads a model under tensor or expert parallelism
+    loading = [
+        f"`{name}` in `model_init_kwargs`"
+        for name in ("tp_plan", "tp_size", "distributed_config")
+        if name in (args.model_init_kwargs or ())
+    ]
+    if found := [*group_sizes(args, model), *loading]:
         raise ConfigurationError(
             f"In node mode every rank has rows of its own, and with {found[0]} ranks would share rows but not "
             "their completions.",
@@ -188,15 +194,6 @@ def group_sizes(args: TrainingArguments, model: str | PreTrainedModel) -> Iterat
         of_launch = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") if launched else "1"
         sizes[f"parallelism_config.{name}"] = getattr(config, name, None) or int(of_launch)
     return (f"`{name}={size}`" for name, size in sizes.items() if (size or 1) > 1)
-
-
-def parallel_loading(args: TrainingArguments) -> Iterator[str]:
-    """Yield the arguments with which transformers loads a model under tensor or expert parallelism."""
-    return (
-        f"`{name}` in `model_init_kwargs`"
-        for name in ("tp_plan", "tp_size", "distributed_config")
-        if name in (args.model_init_kwargs or ())
-    )
 
 
 def check_in_flight(args: TrainingArguments, dataset: Any) -> None:
