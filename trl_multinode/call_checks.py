@@ -542,16 +542,16 @@ def check_quantization(
         )
 
 
-def adapters_of(model: str | PreTrainedModel, peft_config: Any) -> list[Any]:
-    """Return the configs of the adapters that a model has or will get."""
-    return [peft_config] if peft_config else list(getattr(model, "peft_config", {}).values())
+def adapters_of(model: str | PreTrainedModel, peft_config: Any) -> dict[str, Any]:
+    """Return the configs of the adapters that a model has or will get, by name."""
+    return {"default": peft_config} if peft_config else getattr(model, "peft_config", {})
 
 
 def check_adapters(model: str | PreTrainedModel, peft_config: Any) -> None:
     """Reject PEFT's methods besides LoRA: prompt tuning adds no layer, for example, and engines would not see it."""
     kinds = {
         str(getattr(one.peft_type, "value", one.peft_type))
-        for one in adapters_of(model, peft_config)
+        for one in adapters_of(model, peft_config).values()
     }
     if wrong := kinds - SENT_ADAPTERS:
         raise ConfigurationError(
@@ -566,7 +566,7 @@ def check_adapters(model: str | PreTrainedModel, peft_config: Any) -> None:
 def check_dora(model: str | PreTrainedModel, args: TrainingArguments, peft_config: Any) -> None:
     """Reject DoRA under ZeRO-3: PEFT 0.21 reads weights outside of their layer's forward, where they are sharded."""
     if zero_stage(args) == 3 and any(
-        getattr(one, "use_dora", False) for one in adapters_of(model, peft_config)
+        getattr(one, "use_dora", False) for one in adapters_of(model, peft_config).values()
     ):
         raise ConfigurationError(
             "PEFT's DoRA cannot be trained under ZeRO-3 (`IndexError: tuple index out of range` in its forward).",

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from .call_checks import config_of, datasets_of, name_of
+from .call_checks import adapters_of, config_of, datasets_of, name_of
 from .errors import ConfigurationError
 from .host import NodeHost
 from .node_settings import NodeSettings
@@ -224,9 +224,7 @@ def add_model(facts: Facts, args: Any, call: Mapping[str, Any]) -> None:
     """Add the configs of model and adapter, and the contents of tokenizer and chat template."""
     model = call["model"]
     facts.add("model config", without_copies(config_of(model, args).to_dict()))
-    given = call.get("peft_config") or getattr(model, "peft_config", None) or {}
-    adapters = given if isinstance(given, Mapping) else {"default": given}
-    for name, adapter in adapters.items():
+    for name, adapter in adapters_of(model, call.get("peft_config")).items():
         facts.add(f"adapter {name}", without_copies(adapter.to_dict()))
     tokenizer = call.get("processing_class")
     facts.add_all(tokenizer_files(model) if tokenizer is None else tokenizer_parts(tokenizer))
