@@ -125,7 +125,11 @@ def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     add_model(facts, args, call)
     add_functions(facts, call)
     for name, dataset in datasets_of(call).items():
-        facts.add(f"`{name}`", sizes_of(dataset))
+        # no row is read, because a stream would lose it
+        rows = len(dataset) if hasattr(dataset, "__len__") else None
+        columns = getattr(dataset, "column_names", None)
+        sizes = {"type": type(dataset).__name__, "rows": rows, "columns": columns}
+        facts.add(f"`{name}`", sizes)
     for library, version in local_versions().items():
         if library in MUST_AGREE:
             facts.add(f"version of {library}", ".".join(major_minor(version)))
@@ -205,8 +209,8 @@ def is_ours(args: Any, name: str) -> bool:
 
 def add_launch(facts: Facts, args: Any) -> None:
     """Add what the config file of `accelerate launch` says, and the text of the script."""
-    plugin = getattr(args, "deepspeed_plugin", None)
-    for name, text in flat("DeepSpeed's `", getattr(plugin, "deepspeed_config", None) or {}):
+    deepspeed = getattr(args.deepspeed_plugin, "deepspeed_config", None) or {}
+    for name, text in flat("DeepSpeed's `", deepspeed):
         facts.add(f"{name.replace('`.', '`')}`", text, by_node=name.endswith(PATHS))
     for name, value in os.environ.items():
         if name.startswith(LAUNCH_VARIABLES):
@@ -281,16 +285,6 @@ def add_functions(facts: Facts, call: Mapping[str, Any]) -> None:
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
-
-
-def sizes_of(dataset: Any) -> dict[str, Any]:
-    """Return what can be said of a dataset without reading it; nothing is read of a stream."""
-    rows = len(dataset) if hasattr(dataset, "__len__") else None
-    return {
-        "type": type(dataset).__name__,
-        "rows": rows,
-        "columns": getattr(dataset, "column_names", None),
-    }
 
 
 def check_rows(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
