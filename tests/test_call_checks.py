@@ -24,7 +24,14 @@ FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True)
 
 def args(stage: int | None = None, **fields) -> SimpleNamespace:
     plugin = None if stage is None else SimpleNamespace(zero_stage=stage)
-    return SimpleNamespace(deepspeed_plugin=plugin, **fields)
+    defaults = {
+        "deepspeed_plugin": plugin,
+        "model_init_kwargs": None,
+        "parallelism_config": None,
+        "trust_remote_code": False,
+        "vllm_tensor_parallel_size": 1,
+    }
+    return SimpleNamespace(**defaults | fields)
 
 
 def quantized_in_its_config():
@@ -186,15 +193,13 @@ SHARED_ROWS = {
 def test_ranks_that_share_rows_are_refused_wherever_they_are_asked_for(found, record_property):
     fields, environ = SHARED_ROWS[found]
     with refused(found, "`vllm_tensor_parallel_size`") as caught, patch.dict(os.environ, environ):
-        call_checks.check_parallelism(SimpleNamespace(**fields), "a/model")
+        call_checks.check_parallelism(args(**fields), "a/model")
     record_property("message", str(caught.value))
 
 
 def test_ranks_with_rows_of_their_own_are_accepted():
     """Replicas and shards are data parallelism; without the launcher's switch accelerate does not read its sizes."""
-    replicas = SimpleNamespace(
-        parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    )
+    replicas = args(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
     with patch.dict(os.environ, LAUNCHED | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}):
         call_checks.check_parallelism(replicas, tiny_qwen2())
     with patch.dict(os.environ, {"PARALLELISM_CONFIG_TP_SIZE": "2"}):
@@ -261,7 +266,7 @@ REFUSED_CALLS = {
     ),
     "column of the evaluation": (
         {"reward_funcs": [needs_solution], "eval_dataset": {"hard": PROMPTS}},
-        r"\['solution'\].*`eval_dataset`",
+        r"\['solution'\].*`eval_dataset\[hard\]`",
         {},
     ),
     "keywords of every call": (

@@ -19,7 +19,7 @@ from trl_multinode.call_checks import check_call, check_dynamic_sampling, check_
 from trl_multinode.config import MultiNodeGRPOConfig, NodeFields
 from trl_multinode.engine_keys import fields_in_vllm
 from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode
-from trl_multinode.reporting import report_choices
+from trl_multinode.reporting.setup import report_choices
 from trl_multinode.settings import OF_TRL, Number, Settings, check_value
 
 TRLS_MODES = [{"vllm_mode": "colocate"}, {"vllm_mode": "server"}, {"use_vllm": False}]

@@ -58,8 +58,8 @@ def test_dir_lists_what_can_be_imported():
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("GRPOTrainr", "'GRPOTrainer'"),
-        ("TrlParsr", "'TrlParser'"),
+        ("GRPOTrainr", "GRPOTrainer"),
+        ("TrlParsr", "TrlParser"),
         ("OnlineDPOTrainr", ""),
         ("grpo", ""),
     ],

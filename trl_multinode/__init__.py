@@ -10,12 +10,12 @@ of `trl` is TRL's own, so a script changes only `trl` to `trl_multinode` in `fro
 
 import os
 import sys
-from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from .former_arguments import nearest
 from .libraries import explanation
 from .run.watch.early import start as _start_watch
 
@@ -109,10 +109,8 @@ def _load(module: str, name: str, wanted: str) -> Any:
 
 
 def _raise_missing(name: str, exported: list[str]) -> NoReturn:
-    near = get_close_matches(name, [*_HOMES, *exported], n=1)
-    text = f"neither {__name__} nor trl has a name {name!r}" + (
-        f"; did you mean {near[0]!r}?" if near else ""
-    )
+    similar = nearest(name, [*_HOMES, *exported])
+    text = f"neither {__name__} nor trl has a name {name!r}{similar}"
     if folder := _OWN_VLLM.get(name.removesuffix("Trainer").removesuffix("Config")):
         text = f"{name} drives vLLM itself and has no node mode: docs/use/trainers.md has the reason. Use TRL's own: "
         text += f"`from trl.experimental.{folder} import {name}`"

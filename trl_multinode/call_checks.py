@@ -61,7 +61,7 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
     check_parallelism(args, call["model"])
     check_dataset(call.get("train_dataset"), args)
     check_evaluation(args, call)
-    check_rewards(call, bool(getattr(args, "remove_unused_columns", False)))
+    check_rewards(call, args.remove_unused_columns)
     check_in_flight(args, call.get("train_dataset"))
     check_dynamic_sampling(args, call)
     check_fsdp_version()
@@ -82,7 +82,7 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
 
 def warn_of_dropout(args: TrainingArguments, dropouts: list[str]) -> None:
     """Warn of dropout layers that are on."""
-    if dropouts and not getattr(args, "disable_dropout", False):
+    if dropouts and not args.disable_dropout:
         warn(
             f"dropout is on ({', '.join(dropouts)}): its noise is in the trainer's log-probs, where TRL's importance "
             "ratio and the check for stale weights count it. `disable_dropout=True` turns it off."
@@ -163,7 +163,13 @@ def check_own_folders(args: TrainingArguments, call: dict[str, Any], num_nodes: 
 def check_parallelism(args: TrainingArguments, model: str | PreTrainedModel) -> None:
     """Reject tensor, context and sequence parallelism: all ranks of a group train the same rows, and in node mode each
     rank would generate other completions for them."""
-    if found := [*group_sizes(args, model), *parallel_loading(args)]:
+    # with which transformers loads a model under tensor or expert parallelism
+    loading = [
+        f"`{name}` in `model_init_kwargs`"
+        for name in ("tp_plan", "tp_size", "distributed_config")
+        if name in (args.model_init_kwargs or ())
+    ]
+    if found := [*group_sizes(args, model), *loading]:
         raise ConfigurationError(
             f"In node mode every rank has rows of its own, and with {found[0]} ranks would share rows but not "
             "their completions.",
@@ -175,11 +181,11 @@ def check_parallelism(args: TrainingArguments, model: str | PreTrainedModel) -> 
 
 def group_sizes(args: TrainingArguments, model: str | PreTrainedModel) -> Iterator[str]:
     """Yield the settings, with their values, that make groups of ranks train the same rows."""
-    config = getattr(args, "parallelism_config", None)
+    config = args.parallelism_config
     launched = (
         config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
     )
-    deepspeed = getattr(getattr(args, "deepspeed_plugin", None), "deepspeed_config", None) or {}
+    deepspeed = getattr(args.deepspeed_plugin, "deepspeed_config", None) or {}
     sizes = {
         "tensor_parallel.autotp_size": deepspeed.get("tensor_parallel", {}).get("autotp_size"),
         "model.tp_size": getattr(model, "tp_size", None),
@@ -188,16 +194,6 @@ def group_sizes(args: TrainingArguments, model: str | PreTrainedModel) -> Iterat
         of_launch = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") if launched else "1"
         sizes[f"parallelism_config.{name}"] = getattr(config, name, None) or int(of_launch)
     return (f"`{name}={size}`" for name, size in sizes.items() if (size or 1) > 1)
-
-
-def parallel_loading(args: TrainingArguments) -> Iterator[str]:
-    """Yield the arguments with which transformers loads a model under tensor or expert parallelism."""
-    init = getattr(args, "model_init_kwargs", None) or {}
-    return (
-        f"`{name}` in `model_init_kwargs`"
-        for name in ("tp_plan", "tp_size", "distributed_config")
-        if name in init
-    )
 
 
 def check_in_flight(args: TrainingArguments, dataset: Any) -> None:
@@ -280,10 +276,10 @@ def check_dataset(dataset: Any, args: TrainingArguments) -> None:
 
 def check_evaluation(args: TrainingArguments, call: dict[str, Any]) -> None:
     """Raise `ConfigurationError` if evaluation has no dataset; transformers finds out once the model is loaded."""
-    strategy = getattr(args, "eval_strategy", None) or "no"
+    strategy = args.eval_strategy
     if strategy != "no" and call.get("eval_dataset") is None:
         raise ConfigurationError(
-            f"`eval_strategy` {getattr(strategy, 'value', strategy)} needs an `eval_dataset`, got None.",
+            f"`eval_strategy` {strategy.value} needs an `eval_dataset`, got None.",
             setting="eval_dataset",
             cure="Pass one to the trainer, or set `eval_strategy='no'`.",
         )
@@ -295,13 +291,11 @@ def uneven_evaluations(args: TrainingArguments, call: dict[str, Any]) -> Iterato
     TRL averages `eval_reward` and its other metrics over batches. With several ranks, accelerate fills the last batch
     up with copies of the first rows; with one rank it is short. Either way some rows count more than others.
     """
-    if (getattr(args, "eval_strategy", None) or "no") == "no" or not hasattr(
-        args, "num_generations"
-    ):
+    if args.eval_strategy == "no" or not hasattr(args, "num_generations"):
         return
     per_prompt = getattr(args, "num_generations_eval", None) or args.num_generations
     batch = args.per_device_eval_batch_size * args.world_size
-    for dataset in datasets_of(call.get("eval_dataset")):
+    for dataset in datasets_of(call, "eval_dataset").values():
         rows = len(dataset) * per_prompt if hasattr(dataset, "__len__") else 0
         if left := rows % batch:
             how = (
@@ -341,9 +335,8 @@ def check_rewards(call: dict[str, Any], removes_columns: bool = False) -> None:
     # these two make prompts, or pass further arguments to the rewards
     if not functions or call.get("rollout_func") or call.get("environment_factory"):
         return
-    for which in ("train_dataset", "eval_dataset"):
-        for dataset in datasets_of(call.get(which)):
-            check_columns(which, dataset, functions, removes_columns)
+    for which, dataset in datasets_of(call).items():
+        check_columns(which, dataset, functions, removes_columns)
 
 
 def rewards_of(call: dict[str, Any]) -> list[Any]:
@@ -374,11 +367,16 @@ def name_in_trl(reward: Any) -> str:
     )
 
 
-def datasets_of(given: Any) -> list[Any]:
-    """Return the datasets that a trainer's argument holds: none, one, or several by name."""
-    return (
-        list(given.values()) if isinstance(given, Mapping) else [given] if given is not None else []
-    )
+def datasets_of(call: Mapping[str, Any], *arguments: str) -> dict[str, Any]:
+    """Return the datasets of a trainer by name, those of all arguments by default; one that is missing is `None`."""
+    found: dict[str, Any] = {}
+    for argument in arguments or ("train_dataset", "eval_dataset"):
+        given = call.get(argument)
+        if isinstance(given, Mapping):
+            found |= {f"{argument}[{name}]": dataset for name, dataset in given.items()}
+        else:
+            found[argument] = given
+    return found
 
 
 def check_columns(
@@ -476,7 +474,7 @@ def check_model(
     """Raise `ConfigurationError` if the weights cannot be sent or cannot be trained."""
     config = config_of(model, args)
     check_quantization(config, args, call)
-    check_heads(config, getattr(args, "vllm_tensor_parallel_size", 1))
+    check_heads(config, args.vllm_tensor_parallel_size)
     check_adapters(model, call.get("peft_config"))
     check_dora(model, args, call.get("peft_config"))
     check_trained(model, call.get("peft_config"))
@@ -520,8 +518,7 @@ def config_of(model: str | PreTrainedModel, args: TrainingArguments) -> PreTrain
     """Return the model's config; for a model name, load it with the arguments that TRL would use."""
     if not isinstance(model, str):
         return model.config
-    given = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
-    given |= getattr(args, "model_init_kwargs", None) or {}
+    given = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     given.pop("dtype", None)  # the config keeps that of the checkpoint
     return AutoConfig.from_pretrained(model, return_unused_kwargs=True, **given)[0]
 
@@ -532,7 +529,7 @@ def check_quantization(
     """Reject a quantized base: an engine would load its packed weights as unpacked ones, or fail late."""
     wanted = [
         call.get("quantization_config"),
-        (getattr(args, "model_init_kwargs", None) or {}).get("quantization_config"),
+        (args.model_init_kwargs or {}).get("quantization_config"),
         getattr(config, "quantization_config", None),
     ]
     if found := next((one for one in wanted if one), None):
@@ -545,16 +542,16 @@ def check_quantization(
         )
 
 
-def adapters_of(model: str | PreTrainedModel, peft_config: Any) -> list[Any]:
-    """Return the configs of the adapters that a model has or will get."""
-    return [peft_config] if peft_config else list(getattr(model, "peft_config", {}).values())
+def adapters_of(model: str | PreTrainedModel, peft_config: Any) -> dict[str, Any]:
+    """Return the configs of the adapters that a model has or will get, by name."""
+    return {"default": peft_config} if peft_config else getattr(model, "peft_config", {})
 
 
 def check_adapters(model: str | PreTrainedModel, peft_config: Any) -> None:
     """Reject PEFT's methods besides LoRA: prompt tuning adds no layer, for example, and engines would not see it."""
     kinds = {
         str(getattr(one.peft_type, "value", one.peft_type))
-        for one in adapters_of(model, peft_config)
+        for one in adapters_of(model, peft_config).values()
     }
     if wrong := kinds - SENT_ADAPTERS:
         raise ConfigurationError(
@@ -569,7 +566,7 @@ def check_adapters(model: str | PreTrainedModel, peft_config: Any) -> None:
 def check_dora(model: str | PreTrainedModel, args: TrainingArguments, peft_config: Any) -> None:
     """Reject DoRA under ZeRO-3: PEFT 0.21 reads weights outside of their layer's forward, where they are sharded."""
     if zero_stage(args) == 3 and any(
-        getattr(one, "use_dora", False) for one in adapters_of(model, peft_config)
+        getattr(one, "use_dora", False) for one in adapters_of(model, peft_config).values()
     ):
         raise ConfigurationError(
             "PEFT's DoRA cannot be trained under ZeRO-3 (`IndexError: tuple index out of range` in its forward).",

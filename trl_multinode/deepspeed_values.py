@@ -45,11 +45,6 @@ class Unknown:
     def __eq__(self, other: object) -> bool:
         return True
 
-    def __ne__(self, other: object) -> bool:
-        return False
-
-    __hash__ = None  # type: ignore[assignment]
-
     def __mul__(self, other: object) -> "Unknown":
         return self
 
@@ -112,11 +107,10 @@ def check_deepspeed_values(args: Any) -> None:
         args (`~transformers.TrainingArguments`):
             Training arguments.
     """
-    plugin = getattr(args, "deepspeed_plugin", None)
-    if plugin is None:
+    if args.deepspeed_plugin is None:
         return
-    known = {name: getattr(args, name) for name in ARGUMENTS if hasattr(args, name)}
-    found = differences(plugin.hf_ds_config.config, known, args.world_size)
+    config = args.deepspeed_plugin.hf_ds_config.config
+    found = differences(config, vars(args), args.world_size)
     if found:
         each = ", ".join(
             f"`{one.key}` {one.value} (`{one.argument}` {one.expected})" for one in found

@@ -53,9 +53,7 @@ def hint(argument: str) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return what became of a word, or the most similar known one, as the end of a message; empty without either."""
-    if known_change := hint(word):
-        return known_change
-    return nearest(str(word), known)
+    return hint(word) or nearest(word, known)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -72,11 +72,8 @@ def may_have_images(dataset: Any, is_vlm: bool) -> bool:
 
 def with_lists_of_images(inputs: list[dict]) -> list[dict]:
     """Add a column `images`, which TRL reads first, if any row has `image=None`: processors reject `None`."""
-    if (
-        "image" not in inputs[0]
-        or "images" in inputs[0]
-        or all(row["image"] is not None for row in inputs)
-    ):
+    lacks_some = any("image" in row and row["image"] is None for row in inputs)
+    if "images" in inputs[0] or not lacks_some:
         return inputs
     return [{**row, "images": images_of(row)} for row in inputs]
 

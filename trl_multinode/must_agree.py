@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from .call_checks import config_of, name_of
+from .call_checks import adapters_of, config_of, datasets_of, name_of
 from .errors import ConfigurationError
 from .host import NodeHost
 from .node_settings import NodeSettings
@@ -124,8 +124,12 @@ def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     add_launch(facts, args)
     add_model(facts, args, call)
     add_functions(facts, call)
-    for name, dataset in named_datasets(call):
-        facts.add(f"`{name}`", sizes_of(dataset))
+    for name, dataset in datasets_of(call).items():
+        # no row is read, because a stream would lose it
+        rows = len(dataset) if hasattr(dataset, "__len__") else None
+        columns = getattr(dataset, "column_names", None)
+        sizes = {"type": type(dataset).__name__, "rows": rows, "columns": columns}
+        facts.add(f"`{name}`", sizes)
     for library, version in local_versions().items():
         if library in MUST_AGREE:
             facts.add(f"version of {library}", ".".join(major_minor(version)))
@@ -205,8 +209,8 @@ def is_ours(args: Any, name: str) -> bool:
 
 def add_launch(facts: Facts, args: Any) -> None:
     """Add what the config file of `accelerate launch` says, and the text of the script."""
-    plugin = getattr(args, "deepspeed_plugin", None)
-    for name, text in flat("DeepSpeed's `", getattr(plugin, "deepspeed_config", None) or {}):
+    deepspeed = getattr(args.deepspeed_plugin, "deepspeed_config", None) or {}
+    for name, text in flat("DeepSpeed's `", deepspeed):
         facts.add(f"{name.replace('`.', '`')}`", text, by_node=name.endswith(PATHS))
     for name, value in os.environ.items():
         if name.startswith(LAUNCH_VARIABLES):
@@ -224,9 +228,7 @@ def add_model(facts: Facts, args: Any, call: Mapping[str, Any]) -> None:
     """Add the configs of model and adapter, and the contents of tokenizer and chat template."""
     model = call["model"]
     facts.add("model config", without_copies(config_of(model, args).to_dict()))
-    given = call.get("peft_config") or getattr(model, "peft_config", None) or {}
-    adapters = given if isinstance(given, Mapping) else {"default": given}
-    for name, adapter in adapters.items():
+    for name, adapter in adapters_of(model, call.get("peft_config")).items():
         facts.add(f"adapter {name}", without_copies(adapter.to_dict()))
     tokenizer = call.get("processing_class")
     facts.add_all(tokenizer_files(model) if tokenizer is None else tokenizer_parts(tokenizer))
@@ -285,30 +287,10 @@ def add_functions(facts: Facts, call: Mapping[str, Any]) -> None:
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
-def named_datasets(call: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of the datasets of a trainer; a dataset that is missing is `None`."""
-    for argument in ("train_dataset", "eval_dataset"):
-        given = call.get(argument)
-        if isinstance(given, Mapping):
-            yield from ((f"{argument}[{name}]", dataset) for name, dataset in given.items())
-        else:
-            yield argument, given
-
-
-def sizes_of(dataset: Any) -> dict[str, Any]:
-    """Return what can be said of a dataset without reading it; nothing is read of a stream."""
-    rows = len(dataset) if hasattr(dataset, "__len__") else None
-    return {
-        "type": type(dataset).__name__,
-        "rows": rows,
-        "columns": getattr(dataset, "column_names", None),
-    }
-
-
 def check_rows(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     """Compare rows of the datasets whose fingerprints differ, as they are stored: without transforms, undecoded."""
     facts = Facts(host.topology)
-    datasets = {f"`{name}`": dataset for name, dataset in named_datasets(call)}
+    datasets = {f"`{name}`": dataset for name, dataset in datasets_of(call).items()}
     facts.add_all(
         {name: getattr(dataset, "_fingerprint", None) for name, dataset in datasets.items()}
     )

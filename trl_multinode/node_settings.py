@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .engine_keys import check_keys
@@ -107,11 +107,10 @@ def zero_stage(args: Any) -> int:
 
 def ignored_settings(args: Any) -> list[str]:
     """Return the settings of a config that have no effect in node mode and differ from their default."""
-    known = {one.name: one.default for one in fields(args)} if is_dataclass(args) else {}
     return [
-        name
-        for name in IGNORED_IN_NODE_MODE
-        if name in known and getattr(args, name) != known[name]
+        one.name
+        for one in fields(args)
+        if one.name in IGNORED_IN_NODE_MODE and getattr(args, one.name) != one.default
     ]
 
 

@@ -23,15 +23,11 @@ from .libraries import replaced
 from .model_outline import outline
 from .must_agree import check_agreement, check_training
 from .node_settings import check_supported, is_node_mode
-from .reporting import (
-    LogHistory,
-    RunRecord,
-    StepReport,
-    Trackers,
-    report_choices,
-    report_start,
-    report_steps,
-)
+from .reporting.callbacks import Trackers, report_steps
+from .reporting.history import LogHistory
+from .reporting.record import RunRecord
+from .reporting.setup import report_choices, report_start
+from .reporting.steps import StepReport
 from .rollouts.aligning import aligned_before_gather
 from .rollouts.generation import SAMPLING, NodeGeneration
 from .rollouts.monitor import check_nan
@@ -166,15 +162,14 @@ class NodeTrainer(HubTrainer):
         self._resume = Resume(self)
         host.watch.ending.checkpoint = partial(newest_whole, Path(self.args.output_dir))
         if (minutes := host.settings.save_minutes) is not None:
-            self.add_callback(
-                SaveByTime(minutes, host.agreement.save, decides=host.topology.rank == 0)
-            )
-        self.add_callback(SaveAtPreemption(host.agreement.preemption, self.args.output_dir))
+            self.add_callback(SaveByTime(minutes, host.agreement.save))
+        self.add_callback(SaveAtPreemption(host.agreement.preemption))
 
     @property
     def steps_per_round(self) -> int:
         """Number of `training_step` calls that one generation round serves."""
-        return self.args.steps_per_generation * self.num_iterations
+        steps = getattr(self.args, "steps_per_generation", self.args.gradient_accumulation_steps)
+        return steps * getattr(self, "num_iterations", 1)
 
     @property
     def max_staleness(self) -> int:
@@ -280,11 +275,9 @@ class NodeTrainer(HubTrainer):
         with self._guarded():
             if self.host is not None:
                 check_training(self.host, self.args, resume_from_checkpoint)
-                self.host.watch.ending.resumes = resume_from_checkpoint is True or bool(
-                    self.host.watch.ending.resumes
-                )
+                ending = self.host.watch.ending
+                ending.resumes = resume_from_checkpoint is True or bool(ending.resumes)
                 resume_from_checkpoint = self._resume.choose(resume_from_checkpoint)
-                self._resume.warn_of_replaced(self.host.watch.ending.resumes)
                 self.weights_changed()
                 self._report.restart()
             return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -333,9 +326,10 @@ class NodeTrainer(HubTrainer):
             super()._save_checkpoint(model, trial)
             return
         self.host.updates.check_before_save(self.model)  # before the checkpoint has a folder
-        saving = self.host.phases("checkpoint")
-        with self._resume.rotating(), self._pushing_afterwards(), saving, self._resume.saving():
-            super()._save_checkpoint(model, trial)
+        with self._resume.rotating():
+            with self.host.phases("checkpoint"), self._resume.saving() as folder:
+                super()._save_checkpoint(model, trial)
+            self._push_finished(str(folder))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         with self._resume.rotating_at_end() if self.host is not None else nullcontext():

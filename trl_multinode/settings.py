@@ -62,13 +62,6 @@ class OneOf:
 
 
 @dataclass(frozen=True)
-class DefaultIs:
-    """Meaning of the default `None`."""
-
-    text: str
-
-
-@dataclass(frozen=True)
 class Rule:
     """Annotation of a setting, in parts."""
 
@@ -78,13 +71,13 @@ class Rule:
 
     @classmethod
     def of(cls, hint: Any) -> "Rule":
-        """Read an annotation, with or without notes."""
+        """Read an annotation, with or without notes: a limit, and a text with the meaning of the default `None`."""
         kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         kinds = get_args(kind) if get_origin(kind) is types.UnionType else (kind,)
         limit, default = None, "none"
         for note in notes:
-            if isinstance(note, DefaultIs):
-                default = note.text
+            if isinstance(note, str):
+                default = note
             else:
                 limit = note
         return cls(kinds, limit, default)
@@ -105,14 +98,14 @@ class Settings:
     """Fields that node mode adds to a config."""
 
     vllm_devices: Annotated[
-        list[int] | None, Number(least=0, most=4096), DefaultIs("GPUs that no local rank uses")
+        list[int] | None, Number(least=0, most=4096), "GPUs that no local rank uses"
     ] = setting(
         None,
         "GPUs of each node for its engines, as indices among the visible GPUs. The list may name a training GPU, so "
         "that one GPU is enough.",
     )
     num_engines: Annotated[
-        int | None, COUNT, DefaultIs("GPUs for engines / `vllm_tensor_parallel_size`; 1 on a CPU")
+        int | None, COUNT, "GPUs for engines / `vllm_tensor_parallel_size`; 1 on a CPU"
     ] = setting(None, "Engines per node.")
     engine_kwargs: dict[str, Any] | str | None = setting(
         None,
@@ -168,7 +161,7 @@ class Settings:
         "bucket. 'auto': 'adapter' if vLLM can serve it, else 'merged' with the reason logged. See "
         "docs/inside/weight-sync.md.",
     )
-    rollout_seed: Annotated[int | None, Number(least=0, most=1e18), DefaultIs("none")] = setting(
+    rollout_seed: Annotated[int | None, Number(least=0, most=1e18)] = setting(
         None,
         "Base seed of the rollouts. Every row then samples with its own seed, so that a run does not depend on how "
         "its rows are spread over ranks and nodes (bitwise on a CPU in fp32; on a GPU, batch-dependent rounding can "
@@ -189,13 +182,13 @@ class Settings:
             " off-policy correction. See docs/use/ahead.md.",
         )
     )
-    max_age: Annotated[
-        int | None, Number("generation rounds", least=1), DefaultIs("3 x `max_staleness`")
-    ] = setting(
-        None,
-        "From `max_staleness=2` on: rounds after which a step waits for a group that was begun. `max_staleness` "
-        "bounds how many rounds are open, this how old a trained token can be. The same number for both keeps the "
-        "order of the dataset.",
+    max_age: Annotated[int | None, Number("generation rounds", least=1), "3 x `max_staleness`"] = (
+        setting(
+            None,
+            "From `max_staleness=2` on: rounds after which a step waits for a group that was begun. `max_staleness` "
+            "bounds how many rounds are open, this how old a trained token can be. The same number for both keeps the "
+            "order of the dataset.",
+        )
     )
     recompute_kv: bool = setting(
         False,
@@ -204,19 +197,19 @@ class Settings:
         "those of this mixed computation.",
     )
     logprob_divergence_limit: Annotated[
-        float | None, Number(least=0), DefaultIs("0.02 if both sides compute in float32, else 0.3")
+        float | None, Number(least=0), "0.02 if both sides compute in float32, else 0.3"
     ] = setting(
         None,
         "Limit for the mean |engine log-prob - trainer log-prob| per token of a rank's batch. Above it the run "
         "stops, because some weights of the engine must be stale. 0 turns this check and the probe off; NaN in more "
         "than one of a hundred trained tokens always stops the run.",
     )
-    micro_batch_tokens: Annotated[
-        int | None, Number("slots", least=1), DefaultIs("TRL's micro-batches")
-    ] = setting(
-        None,
-        "Largest rows x padded length of a micro-batch. The rows of every optimizer step are regrouped into "
-        "micro-batches of similar cost. Every row, its prompt included, must fit. See docs/use/balance.md.",
+    micro_batch_tokens: Annotated[int | None, Number("slots", least=1), "TRL's micro-batches"] = (
+        setting(
+            None,
+            "Largest rows x padded length of a micro-batch. The rows of every optimizer step are regrouped into "
+            "micro-batches of similar cost. Every row, its prompt included, must fit. See docs/use/balance.md.",
+        )
     )
     balance_across: Annotated[str, OneOf(("world", "node"))] = setting(
         "world",
@@ -230,13 +223,11 @@ class Settings:
         "them through the engines, so that a lack of memory shows in the first minutes. Weights, optimizer, random "
         "states and later completions are the same with and without. See docs/use/checkpoints.md.",
     )
-    save_minutes: Annotated[float | None, Number("min", above=0, most=1e6), DefaultIs("none")] = (
-        setting(
-            None,
-            "Save a checkpoint whenever so many minutes have passed since the last one, at the "
-            "end of an optimizer step, in addition to those of `save_strategy`. See "
-            "docs/use/checkpoints.md.",
-        )
+    save_minutes: Annotated[float | None, Number("min", above=0, most=1e6)] = setting(
+        None,
+        "Save a checkpoint whenever so many minutes have passed since the last one, at the "
+        "end of an optimizer step, in addition to those of `save_strategy`. See "
+        "docs/use/checkpoints.md.",
     )
     preemption_grace: Annotated[float, SECONDS] = setting(
         600.0,
@@ -245,7 +236,7 @@ class Settings:
         "`TORCH_ELASTIC_SHUTDOWN_TIMEOUT` is set before the launch. The default is what the job files of "
         "`trl-multinode render` leave. See docs/use/checkpoints.md.",
     )
-    call_timeout: Annotated[float | None, SECONDS, DefaultIs("none")] = setting(
+    call_timeout: Annotated[float | None, SECONDS] = setting(
         None,
         "Time after which a call of a reward function, of a tool, or of the `reset` of an environment that has not "
         "returned ends the run, with a line that has its name, the rank, the place in its code and the row. It must "
@@ -259,7 +250,7 @@ class Settings:
         "line that has the tool's name, the rank and the row.",
     )
     score_groups: Annotated[
-        int | None, Number("processes", least=0, most=4096), DefaultIs("TRL scores the whole round")
+        int | None, Number("processes", least=0, most=4096), "TRL scores the whole round"
     ] = setting(
         None,
         "Compute the rewards of a group as soon as its completions are made, beside the generation of other groups "
@@ -268,7 +259,7 @@ class Settings:
         "`accuracy_reward` and `reasoning_accuracy_reward`, which need a main thread. Needs groups that do not "
         "straddle ranks. See docs/use/rewards.md.",
     )
-    score_with_batch: Annotated[list[str] | None, DefaultIs("none")] = setting(
+    score_with_batch: list[str] | None = setting(
         None,
         "With `score_groups`: names of reward functions that look at all rows of a rank, or call collectives. TRL "
         "calls them when the round is used, as it calls reward models.",

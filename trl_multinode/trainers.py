@@ -74,9 +74,5 @@ class MultiNodeDistillationTrainer(NodeTrainer, DistillationTrainer):
 
     _trl, _config = DistillationTrainer, MultiNodeDistillationConfig
 
-    @property
-    def steps_per_round(self) -> int:
-        return self.args.gradient_accumulation_steps
-
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         return self._one_round(partial(super()._generate_and_score_completions, inputs))

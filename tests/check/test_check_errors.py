@@ -208,7 +208,6 @@ ELSEWHERE = {
         "saving/checkpoint_files.py: check_format",
         "saving/checkpoint_files.py: no_resume",
         "saving/checkpoints.py: _check_without_common",
-        "saving/checkpoints.py: _only_unfinished",
         "saving/checkpoints.py: check_zero_ranks",
         "saving/open_groups.py: _index_of",
         "saving/open_groups.py: _row_of",

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -69,7 +68,7 @@ def train(rank: int, store: StoreHost, grace_s: float = HANG_S, stuck_at: int = 
     watch, topology = enter(rank, store, launched=True), topology_of(rank, launched=True)
     client = connect_store(topology, watch.run)
     preemption, meeting = Preemption(topology, client, grace_s, watch), Meeting(topology, client)
-    preemption.last_checkpoint = lambda: "/run/checkpoint-3"
+    watch.ending.checkpoint = lambda: "/run/checkpoint-3"
     preemption.decision.begin_training()
     watch.ticks.append(
         lambda: print("found a failure", flush=True) if watch.of_process._failures else None
@@ -349,7 +348,7 @@ def test_row_15_transformers_own_checkpoint_at_sigterm_is_refused(tmp_path):
 # ---- the trainer's loop ---------------------------------------------------------------------------------------------
 
 
-def callback(asked: bool, output_dir: Path = Path("run")) -> SaveAtPreemption:
+def callback(asked: bool) -> SaveAtPreemption:
     preemption = Preemption(
         LAUNCHED,
         HashStore(),
@@ -360,7 +359,7 @@ def callback(asked: bool, output_dir: Path = Path("run")) -> SaveAtPreemption:
             ending=SimpleNamespace(resumes=True),
         ),
     )
-    found = SaveAtPreemption(preemption, str(output_dir))
+    found = SaveAtPreemption(preemption)
     found.on_train_begin(None, None, None)
     found.on_step_begin(None, SimpleNamespace(global_step=7), None)
     if asked:
@@ -389,7 +388,7 @@ def test_row_15_the_step_is_saved_and_its_evaluation_left_out(monkeypatch):
         "should_evaluate": False,
     }
     with pytest.raises(Preempted) as error:
-        asked.on_epoch_end(None, state, given)
+        asked.on_epoch_end(SimpleNamespace(output_dir="run"), state, given)
     assert error.value.code == PREEMPTED
 
 

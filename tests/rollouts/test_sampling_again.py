@@ -18,6 +18,7 @@ from waiting import until
 
 from trl_multinode.engine.client import Rollout
 from trl_multinode.errors import RolloutError
+from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.groups import Group
 from trl_multinode.rollouts.recorded import Recorded, Scores, Turn
 from trl_multinode.rollouts.recorded_groups import RecordedGroups
@@ -43,7 +44,7 @@ def trainer_of(rank=0, ranks=1, **fields) -> SimpleNamespace:
         "accelerator": SimpleNamespace(process_index=rank, num_processes=ranks),
         "reward_weights": torch.ones(1), "reward_func_names": ["exact"], "_metrics": {"train": Lists()},
         "multi_objective_aggregation": "sum_then_normalize", "state": SimpleNamespace(global_step=4),
-        "host": SimpleNamespace(topology=f"Rank {rank} (node 0)"),
+        "host": SimpleNamespace(topology=f"Rank {rank} (node 0)", settings=NodeSettings(max_staleness=2)),
         "_get_collator_with_removed_columns": lambda collate, description: collate,
     }  # fmt: skip
     return SimpleNamespace(**values | fields)
@@ -384,9 +385,7 @@ def test_a_checkpoint_has_the_drawn_row_and_the_attempt_of_an_open_group():
     rank.rounds.begin_round(0, rank.quota, SIZE, rank.batch)
     rank.rounds.begin_following(WeightVersion(1, 0))
     until(lambda: {one.attempt for one in rank.rounds.groups.snapshot() if one.place == 0} == {2})
-    file = OpenGroupsFile(
-        trainer_of(1, 2, vllm_generation=SimpleNamespace(rounds=rank.rounds)), True
-    )
+    file = OpenGroupsFile(trainer_of(1, 2, vllm_generation=SimpleNamespace(rounds=rank.rounds)))
     data = encoded(SavedGroups.of(rank.rounds, file._index_of))
     found = decoded(data)
     saved = {

@@ -11,6 +11,7 @@ from transformers import TrainerControl, TrainerState
 from trl_multinode.run.decision import StepDecision
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
+from trl_multinode.saving import callbacks
 from trl_multinode.saving.callbacks import SaveByTime
 
 MINUTE = 60.0
@@ -20,7 +21,7 @@ ALONE = Topology(0, 1, 0, 1, 0, 1, launched=False)
 class Clock:
     now = 1000.0
 
-    def __call__(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
 
@@ -30,9 +31,10 @@ def run(
     steps: list[float],
     also_saved: tuple[int, ...] = (),
     save_s=0.0,
+    rank=0,
 ) -> list[int]:
     """The steps, counted from 1, at whose end a trainer would save, with the seconds that each one takes."""
-    state, saved = TrainerState(), []
+    state, saved = TrainerState(is_world_process_zero=rank == 0), []
     callback.on_train_begin(None, state, TrainerControl())
     for seconds in steps:
         control = TrainerControl()
@@ -48,13 +50,14 @@ def run(
 
 
 @pytest.fixture
-def clock():
-    return Clock()
+def clock(monkeypatch):
+    monkeypatch.setattr(callbacks, "time", clock := Clock())
+    return clock
 
 
 @pytest.fixture
 def callback(clock):
-    return SaveByTime(10.0, StepDecision(ALONE, HashStore(), "save"), decides=True, clock=clock)
+    return SaveByTime(10.0, StepDecision(ALONE, HashStore(), "save"))
 
 
 @pytest.mark.parametrize(
@@ -85,9 +88,8 @@ def test_all_ranks_follow_the_clock_of_rank_0(tmp_path):
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
         clock, client = Clock(), connect_store(topology_of(rank), 0)
         meetings = connect_store(topology_of(rank), 1)
-        callback = SaveByTime(
-            10.0, StepDecision(topology_of(rank), client, "save"), decides=rank == 0, clock=clock
-        )
+        callbacks.time = clock
+        callback = SaveByTime(10.0, StepDecision(topology_of(rank), client, "save"))
         train = callback.on_step_end
 
         def collective_first(args, state, control):
@@ -98,7 +100,8 @@ def test_all_ranks_follow_the_clock_of_rank_0(tmp_path):
 
         callback.on_step_end = collective_first
         # other clocks would save at once
-        saved = run(callback, clock, [(4.0 if rank == 0 else 100.0) * MINUTE] * 12)
+        minutes = 4.0 if rank == 0 else 100.0
+        saved = run(callback, clock, [minutes * MINUTE] * 12, rank=rank)
         keys = [step for step in range(13) if client.check([f"save/1/{step}"])]
         return [saved, keys]
 

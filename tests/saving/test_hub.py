@@ -60,8 +60,10 @@ def host() -> SimpleNamespace:
 
 
 def push_checkpoint(trainer: HubTrainer) -> None:
-    with trainer._pushing_afterwards():
-        trainer._push_from_checkpoint(f"{trainer.args.output_dir}/checkpoint-1")
+    folder = f"{trainer.args.output_dir}/checkpoint-1"
+    trainer._push_from_checkpoint(folder)  # as transformers does, inside the save
+    if trainer.host is not None:
+        trainer._push_finished(folder)
 
 
 def spoil(folder: str) -> None:

@@ -8,6 +8,7 @@ import torch
 from refusals import refused
 from trl.trainer.utils import RepeatSampler
 
+from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.groups import Group
 from trl_multinode.rollouts.saved_groups import SavedGroups, encoded
 from trl_multinode.saving.open_groups import OpenGroupsFile, check_same_way
@@ -27,13 +28,13 @@ DATASET = [{"prompt": f"row {index}"} for index in range(20)]
 def file_of(rank: int = 0, shuffle: bool = True, dataset=DATASET) -> OpenGroupsFile:
     trainer = SimpleNamespace(
         vllm_generation=SimpleNamespace(rounds=None),
-        host=SimpleNamespace(topology=f"node 0, rank {rank}"),
+        host=SimpleNamespace(topology=f"node 0, rank {rank}", settings=NodeSettings(max_staleness=2)),
         args=SimpleNamespace(generation_batch_size=WORLD * QUOTA * SIZE, seed=7),
         accelerator=SimpleNamespace(process_index=rank, num_processes=WORLD),
         num_generations=SIZE, train_dataset=dataset, shuffle_dataset=shuffle,
         _tokenize_prompts=lambda prompts: ([list(prompts[0].encode())], None, {}),
     )  # fmt: skip
-    return OpenGroupsFile(trainer, True)
+    return OpenGroupsFile(trainer)
 
 
 def group(number: int, place: int, prompt: str) -> Group:

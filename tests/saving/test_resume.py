@@ -133,6 +133,7 @@ def trainer_at(
     args = {
         "output_dir": str(output_dir), "gradient_accumulation_steps": 1, "per_device_train_batch_size": 2,
         "steps_per_generation": 2, "save_only_model": False, "max_staleness": 1, "save_total_limit": None,
+        "ignore_data_skip": False,
     } | fields  # fmt: skip
     if args["max_staleness"] is None:  # TRL's own config has no such field
         del args["max_staleness"]
@@ -144,6 +145,7 @@ def trainer_at(
             phases=phases,
             agreement=SimpleNamespace(preemption=SimpleNamespace(leaves=False)),
             topology="node 0, rank 0",
+            watch=SimpleNamespace(ending=SimpleNamespace(resumes=True)),
             settings=NodeSettings(max_staleness=getattr(args, "max_staleness", 0)),
         ),
         accelerator=accelerator or Accelerator(),
@@ -452,9 +454,8 @@ def test_a_launch_that_begins_anew_beside_checkpoints_names_them_and_the_way_to_
 
     def warned(wanted, resumes: bool) -> bool:
         caplog.clear()
-        resume = Resume(trainer)
-        resume.choose(wanted)
-        resume.warn_of_replaced(resumes)
+        trainer.host.watch.ending.resumes = resumes
+        Resume(trainer).choose(wanted)
         return "checkpoint-3" in caplog.text and "last_checkpoint()" in caplog.text
 
     assert warned(None, resumes=False)

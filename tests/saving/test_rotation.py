@@ -20,6 +20,7 @@ from transformers.utils import hub as transformers_hub
 
 from multinode_kit.models import tiny_qwen2
 from trl_multinode.errors import HubPushError
+from trl_multinode.node_settings import NodeSettings
 from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.reporting.history import LogHistory
 from trl_multinode.run.phases import Phases
@@ -54,6 +55,8 @@ class Saving(NodeTrainer):
             topology=Topology(0, 1, 0, 1, 0, 1, launched=False),
             updates=SimpleNamespace(check_before_save=lambda model: None),
             phases=Phases(),
+            watch=SimpleNamespace(ending=SimpleNamespace(resumes=True)),
+            settings=NodeSettings(),
         )
         self.vllm_generation = SimpleNamespace(rounds=None)
         self._step, self.num_iterations = 0, 1

@@ -14,10 +14,6 @@ class BufferedNodeTrainer(NodeTrainer):
     _sync_mark = "_last_vllm_sync_step"
     _generates_once = True
 
-    @property
-    def steps_per_round(self) -> int:
-        return self.args.gradient_accumulation_steps
-
     @staticmethod
     def _build_generation(host: NodeHost, *, mode: str, **keywords: Any) -> NodeGeneration:
         """Multiply `max_num_seqs` by the TP size, as TRL's other trainers do: `EngineSettings` divides by it."""

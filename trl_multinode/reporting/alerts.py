@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from math import isfinite
 
-from .lines import marked, nodes_in, ratios, reasons, short
+from .lines import marked, nodes_in, short
 
 
 def alerts(logs: Mapping[str, object]) -> Iterator[tuple[str, str]]:
@@ -45,11 +45,11 @@ def _means(found: Mapping[str, float]) -> str:
 
 def slow_nodes(logs: Mapping[str, object]) -> dict[int, str]:
     """Return the nodes that marks in the table of nodes name as slower than the others, and why."""
-    nodes = nodes_in(logs)
     found: dict[int, str] = {}
-    for node, columns in marked(nodes, float(logs["perf/step_s"])).items():  # type: ignore[arg-type]
+    step_s = float(logs["perf/step_s"])  # type: ignore[arg-type]
+    for node, why in marked(nodes_in(logs), step_s).items():
         # a node that waits is one of the fast ones
-        if slow := [name for name in columns if name.endswith("_s") and name != "wait_s"]:
-            parts = zip(slow, reasons(node, slow, nodes, ratios(nodes)), strict=True)
-            found[node] = "; ".join(f"{name.removesuffix('_s')}: {text}" for name, text in parts)
+        slow = [name for name in why if name.endswith("_s") and name != "wait_s"]
+        if slow:
+            found[node] = "; ".join(f"{name.removesuffix('_s')}: {why[name]}" for name in slow)
     return found

@@ -19,36 +19,17 @@ class StepLines(ProgressCallback, PrinterCallback):
     """
     Print one line per log on rank 0, and a table of the nodes every ten optimizer steps.
 
-    On a terminal, the progress bar of transformers stays, and the lines appear above it; elsewhere, where a bar would
-    write a line of its own per step, there is none. The class derives from both callbacks of transformers, so that
-    `trainer.remove_callback(PrinterCallback)` and `remove_callback(ProgressCallback)` remove it too.
-
-    Args:
-        bar (`bool`):
-            Show a progress bar if stderr is a terminal.
+    The class derives from both callbacks of transformers, so that `trainer.remove_callback(PrinterCallback)` and
+    `remove_callback(ProgressCallback)` remove it too.
     """
 
-    def __init__(self, bar: bool):
-        super().__init__()
-        self._bar = bar and sys.stderr.isatty()
-        self._table_at = TABLE_STEPS
+    _table_at = TABLE_STEPS  # step of the next table
 
-    def on_train_begin(self, args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._table_at = state.global_step + TABLE_STEPS
-        if self._bar:
-            super().on_train_begin(args, state, *rest, **kwargs)
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        if self._bar:
-            super().on_step_end(*args, **kwargs)
-
-    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-        if self._bar:
-            super().on_prediction_step(*args, **kwargs)
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        if self._bar:
-            super().on_train_end(*args, **kwargs)
+    # a bar would write a line of its own per step where stderr is no terminal
+    on_step_end = on_prediction_step = on_train_end = TrainerCallback.on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not state.is_world_process_zero or not logs:
@@ -65,6 +46,18 @@ class StepLines(ProgressCallback, PrinterCallback):
     def _write(self, text: str) -> None:
         bar = self.training_bar
         show(text, write=bar.write if bar is not None else None)
+
+
+class StepLinesAboveBar(StepLines):
+    """[`StepLines`] with transformers' progress bar below the lines, for a terminal."""
+
+    on_step_end = ProgressCallback.on_step_end
+    on_prediction_step = ProgressCallback.on_prediction_step
+    on_train_end = ProgressCallback.on_train_end
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_begin(*args, **kwargs)
+        ProgressCallback.on_train_begin(self, *args, **kwargs)
 
 
 class Trackers(TrainerCallback):
@@ -142,5 +135,6 @@ def report_steps(callbacks: list[TrainerCallback]) -> None:
     """
     for index in reversed(range(len(callbacks))):
         if (kind := type(callbacks[index])) in (PrinterCallback, ProgressCallback):
-            callbacks[index] = StepLines(bar=kind is ProgressCallback)
+            has_bar = kind is ProgressCallback and sys.stderr.isatty()
+            callbacks[index] = StepLinesAboveBar() if has_bar else StepLines()
             return

@@ -23,7 +23,16 @@ COLUMNS = {
     "kv_use": "KV cache",
 }
 SHARES = ("engine_busy", "engine_filled", "kv_use")
-MARKED = (*(f"{name}_s" for name in PHASES), "memory_gib", "kv_use")
+# Columns that are marked, with the reason unless the tokens of the node explain it; a wait has the node it is for
+REASONS = {
+    "generate_s": "slower engines at as many tokens",
+    "sync_s": "a slower copy into its engines",
+    "train_s": "slower GPUs or host at as many tokens",
+    "reward_s": "slower reward functions",
+    "wait_s": "",
+    "memory_gib": "more memory at as many tokens",
+    "kv_use": "more rows or longer completions in its engines",
+}
 FIRST = {"reward": 0, "loss": 1, "runtime": 2}
 UNSHOWN = ("epoch", "total_flos")
 LIMIT_OF_OTHERS = 8  # entries of the line for a log that is not of a training step
@@ -120,13 +129,8 @@ def _engines(found: Mapping[str, float]) -> str:
 
 def other_line(logs: Mapping[str, object], step: int) -> str:
     """Return the line of a log that is not of a training step: an evaluation, the end of a run, a script's own log."""
-    prefix, label = "", f"step {step}"
-    for word, its_label in (
-        ("eval_", f"evaluation at step {step}"),
-        ("train_", f"end at step {step}"),
-    ):
-        if not prefix and any(name.startswith(word) for name in logs):
-            prefix, label = word, its_label
+    kinds = {"eval_": "evaluation at ", "train_": "end at ", "": ""}
+    prefix = next(word for word in kinds if any(name.startswith(word) for name in logs))
     entries = {
         name.removeprefix(prefix): value for name, value in logs.items() if name not in UNSHOWN
     }
@@ -136,7 +140,7 @@ def other_line(logs: Mapping[str, object], step: int) -> str:
         parts.append(f"{name} {short(value) if isinstance(value, (int, float)) else value}")
     left = len(parts) - LIMIT_OF_OTHERS
     more = f", and {left} more" if left > 0 else ""
-    return f"{label}: {', '.join(parts[:LIMIT_OF_OTHERS])}{more}"
+    return f"{kinds[prefix]}step {step}: {', '.join(parts[:LIMIT_OF_OTHERS])}{more}"
 
 
 def nodes_in(logs: Mapping[str, object]) -> Nodes:
@@ -145,7 +149,7 @@ def nodes_in(logs: Mapping[str, object]) -> Nodes:
     for name, value in logs.items():
         if (match := re.fullmatch(r"node(\d+)/(\w+)", name)) and isinstance(value, (int, float)):
             nodes.setdefault(int(match[1]), {})[match[2]] = float(value)
-    return dict(sorted(nodes.items()))
+    return nodes
 
 
 def ratios(nodes: Nodes) -> Nodes:
@@ -160,12 +164,14 @@ def ratios(nodes: Nodes) -> Nodes:
     return found
 
 
-def marked(nodes: Nodes, step_s: float) -> dict[int, list[str]]:
-    """Return the columns in which a node is more than `OFF_THE_MEAN` times the mean; short times do not count."""
+def marked(nodes: Nodes, step_s: float) -> dict[int, dict[str, str]]:
+    """Return the columns in which a node is more than `OFF_THE_MEAN` times the mean, and why, as far as its numbers
+    show it. Short times do not count."""
     over = ratios(nodes)
-    found = {}
+    found: dict[int, dict[str, str]] = {}
     for node, row in nodes.items():
-        found[node] = [name for name in MARKED if _is_off(row, over[node], name, step_s)]
+        off = [name for name in REASONS if _is_off(row, over[node], name, step_s)]
+        found[node] = {name: _reason(node, name, nodes, over) for name in off}
     return found
 
 
@@ -177,27 +183,16 @@ def _is_off(row: dict[str, float], over: dict[str, float], column: str, step_s: 
     return not column.endswith("_s") or above_the_mean > SMALLEST_SHARE * step_s
 
 
-def reasons(node: int, columns: list[str], nodes: Nodes, over: Nodes) -> list[str]:
-    """Return why a node is off the mean, as far as its numbers show it: one phrase per marked column."""
+def _reason(node: int, column: str, nodes: Nodes, over: Nodes) -> str:
     tokens = over[node].get("tokens", 0.0)
-    more = f"{tokens:.1f} x the tokens" if tokens >= MORE_TOKENS else ""
-    phrases = {
-        "generate_s": more or "slower engines at as many tokens",
-        "sync_s": "a slower copy into its engines",
-        "train_s": more or "slower GPUs or host at as many tokens",
-        "reward_s": more or "slower reward functions",
-        "memory_gib": more or "more memory at as many tokens",
-        "kv_use": more or "more rows or longer completions in its engines",
-    }
-    return [phrases.get(column) or _waits_for(node, nodes, over) for column in columns]
+    if tokens >= MORE_TOKENS and column not in ("sync_s", "wait_s"):
+        return f"{tokens:.1f} x the tokens"
+    return REASONS[column] or _waits_for(nodes, over)
 
 
-def _waits_for(node: int, nodes: Nodes, over: Nodes) -> str:
-    """Name the node for which `node` waits: the one that waits least, and its phase that is longest over the mean."""
-    late = min(
-        (other for other in nodes if other != node),
-        key=lambda other: nodes[other].get("wait_s", 0.0),
-    )
+def _waits_for(nodes: Nodes, over: Nodes) -> str:
+    """Name the node for which others wait: the one that waits least, and its phase that is longest over the mean."""
+    late = min(nodes, key=lambda node: nodes[node].get("wait_s", 0.0))
 
     def over_the_mean(phase: str) -> float:
         seconds = nodes[late].get(f"{phase}_s", 0.0)
@@ -234,7 +229,7 @@ def node_table(logs: Mapping[str, object], step: int) -> Group | None:
         cells = [_cell(row, name, over[node].get(name, 1.0), name in off[node]) for name in columns]
         table.add_row(str(node), *cells)
         if off[node]:
-            lines.append(_note(node, off[node], reasons(node, off[node], nodes, over)))
+            lines.append(_note(node, off[node]))
     if len(nodes) > MOST_ROWS:
         num_marked = sum(map(bool, off.values()))
         lines.append(f"{len(nodes) - MOST_ROWS} more nodes, {num_marked} of {len(nodes)} marked")
@@ -253,11 +248,8 @@ def _cell(row: dict[str, float], name: str, over: float, is_marked: bool) -> Tex
     return Text(f"{text} ({over:.1f} x)", style="bold red") if is_marked else Text(text)
 
 
-def _note(node: int, columns: list[str], why: list[str]) -> Text:
-    parts = [
-        f"{COLUMNS[name].removesuffix(' s')}: {text}"
-        for name, text in zip(columns, why, strict=True)
-    ]
+def _note(node: int, why: dict[str, str]) -> Text:
+    parts = [f"{COLUMNS[name].removesuffix(' s')}: {text}" for name, text in why.items()]
     return Text(f"node {node}: {'; '.join(parts)}")
 
 

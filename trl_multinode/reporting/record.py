@@ -2,16 +2,14 @@
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
-from enum import Enum
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from ..node_settings import NodeSettings
 from ..run.reporter import warn
-from ..run.values import is_secret
+from ..run.values import is_secret, plain
 from ..run.versions import local_versions
 from ..wire.line_file import LineFile
 from ..wire.secret_names import HIDDEN
@@ -41,7 +39,7 @@ class RunRecord:
         settings = LineFile(folder / "settings.jsonl", self._warn)
         settings.add(
             {
-                "attempt": host.rank.phase_file.attempt,
+                "attempt": self._attempt,
                 "time": time.time(),
                 "model": getattr(getattr(model, "config", None), "_name_or_path", "")
                 or type(model).__name__,
@@ -67,47 +65,35 @@ class RunRecord:
 
 def chosen(args: Any) -> dict[str, Any]:
     """Return the settings of a config that differ from its defaults, and node mode's others; secrets are hidden."""
-    own = {field.name for field in fields(NodeSettings)}
-    found = {field.name: getattr(args, field.name) for field in fields(args)}
-    defaults = {field.name: default(field) for field in fields(args)}
-    changed = {name for name in found if _is_own(found, name, defaults[name])}
-    return {
-        "settings": {name: shown(name, found[name]) for name in sorted(changed)},
-        "defaults": {
-            name: shown(name, found[name]) for name in sorted(own & found.keys() - changed)
-        },
-    }
+    of_node_mode = {field.name for field in fields(NodeSettings)}
+    found: dict[str, dict[str, Any]] = {"settings": {}, "defaults": {}}
+    for field in sorted(fields(args), key=lambda field: field.name):
+        is_own = _is_own(args, field)
+        if is_own or field.name in of_node_mode:
+            value = shown(field.name, getattr(args, field.name))
+            found["settings" if is_own else "defaults"][field.name] = value
+    return found
 
 
-def _is_own(found: dict[str, Any], name: str, default: Any) -> bool:
+def _is_own(args: Any, field: Field) -> bool:
     """Return whether a value is the user's: no default, and nothing that the configs made of one."""
-    value = found[name]
-    if value in (None, [], {}, default) or is_dataclass(value) or name in DERIVED:
+    value, default = getattr(args, field.name), field.default
+    if field.default_factory is not MISSING:
+        default = field.default_factory()
+    if value in (None, [], {}, default) or is_dataclass(value) or field.name in DERIVED:
         return False
-    return name != "steps_per_generation" or value != found.get("gradient_accumulation_steps")
-
-
-def default(field: Field) -> Any:
-    """Return the default of a field."""
-    return field.default_factory() if field.default_factory is not MISSING else field.default
+    return field.name != "steps_per_generation" or value != args.gradient_accumulation_steps
 
 
 def shown(name: str, value: Any) -> Any:
     """Return a value as JSON may have it, without secrets."""
-    if isinstance(value, Mapping):
-        return {str(key): shown(str(key), inner) for key, inner in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    value = plain(value)
+    if isinstance(value, dict):
+        return {key: shown(key, inner) for key, inner in value.items()}
+    if isinstance(value, list):
         return [shown(name, inner) for inner in value]
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, float) and not isfinite(value):
-        return str(value)  # JSON has neither infinity nor NaN, and the page of a run refuses them
-    if value is None or isinstance(value, bool | int | float):
+    if not isinstance(value, str):
         return value
-    return _shown_text(name, str(value))
-
-
-def _shown_text(name: str, text: str) -> str:
-    if is_secret(name, text):
+    if is_secret(name, value):
         return HIDDEN
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return value if len(value) <= LONGEST else f"{value[:LONGEST]}..."

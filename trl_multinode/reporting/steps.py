@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import astuple
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -9,7 +10,6 @@ import torch
 
 from ..rollouts.generation import NodeGeneration
 from ..rollouts.staleness import StalenessMeter, summarize_rounds
-from ..run.phases import PHASES
 from ..run.reporter import report
 from ..run.splits import StepTimes, split_advice
 from ..run.topology import reserved_per_node
@@ -51,13 +51,11 @@ class StepReport:
         )
         self._since: float | None = None
         self._logged_step = 0
-        # seconds and steps of all intervals but the first, which includes the warm-up
-        self._timed = (
-            0.0,
-            0,
-        )
-        # slowest rank's seconds per step; `None` after the advice
-        self._intervals: list[dict[str, float]] | None = []
+        self._num_logs = 0
+        # all intervals but the first, which includes the warm-up: seconds and steps
+        self._timed = (0.0, 0)
+        # each of them until the advice, which sets this to `None`
+        self._intervals: list[StepTimes] | None = []
         topology = host.topology
         self._shape = RunShape(
             ranks_per_node=topology.ranks_per_node,
@@ -70,7 +68,7 @@ class StepReport:
 
     def restart(self) -> None:
         """Forget the time since the last log, because the script trains again."""
-        self._since = self._counts = None
+        self._since = None
 
     def begin_step(self, step: int) -> None:
         """Start the clocks of the first interval; later intervals start at the log before them.
@@ -115,6 +113,7 @@ class StepReport:
             torch.tensor([mine], device=self._accelerator.device)
         ).tolist()
         ranks = [RankNumbers.of(row) for row in rows]
+        self._num_logs += 1
         self._advise(ranks, steps)
         idle = [rank.phases["generate"] + rank.phases["wait"] for rank in ranks]
         return {
@@ -147,46 +146,38 @@ class StepReport:
 
     def _eta(self, ranks: list[RankNumbers], steps: int, steps_left: int) -> dict[str, float]:
         """Return the seconds until the last step at the mean speed since the first log."""
-        wall = max(rank.step.wall_s for rank in ranks)
         seconds, count = self._timed
-        if self._intervals is None or len(self._intervals) > 1:
-            self._timed = seconds, count = seconds + wall, count + steps
-        per_step = seconds / count if count else wall / steps
-        return {"perf/eta_s": per_step * max(0, steps_left)}
+        seconds, count = seconds + max(rank.step.wall_s for rank in ranks), count + steps
+        if self._num_logs > 1:
+            self._timed = seconds, count
+        return {"perf/eta_s": seconds / count * max(0, steps_left)}
 
     def _advise(self, ranks: list[RankNumbers], steps: int) -> None:
         """Print the advice once. Skip the first interval, because it includes the warm-up."""
-        if self._intervals is None:
+        if self._num_logs == 1 or self._intervals is None:
             return
         host = self._host
-        self._intervals.append(self._seconds_per_step(ranks, steps))
-        if (
-            host.step() < ADVICE_AT_STEP
-            or len(self._intervals) < 2
-            or host.devices.shared_with_training
-        ):
+        self._intervals.append(self._step_times(ranks, steps))
+        if host.step() < ADVICE_AT_STEP or host.devices.shared_with_training:
             return
-        rows, self._intervals = self._intervals[1:], None
-        mean = {
-            name: sum(row[name] for row in rows) / len(rows)
-            for name in ("generate", "tail", "train")
-        }
+        rows, self._intervals = self._intervals, None
         if host.topology.rank == 0:
-            times = StepTimes(mean["generate"], mean["train"], mean["tail"])
+            times = StepTimes(*map(fmean, zip(*map(astuple, rows), strict=True)))
             ahead, in_flight = host.settings.max_staleness > 0, host.settings.in_flight
             training, reserved = host.topology.ranks_per_node, reserved_per_node(host.devices)
             report(split_advice(times, training, reserved, ahead, in_flight))
 
-    def _seconds_per_step(self, ranks: list[RankNumbers], steps: int) -> dict[str, float]:
-        """Return the slowest rank's seconds per step in each phase, and those of the tail of generation."""
+    def _step_times(self, ranks: list[RankNumbers], steps: int) -> StepTimes:
+        """Return the slowest rank's seconds per step of an interval."""
         engines = len(self._host.devices.per_engine)
         slowest = max((rank.rounds for rank in ranks), key=lambda rounds: rounds.engine_busy_s)
-        seconds = {name: max(rank.phases[name] for rank in ranks) / steps for name in PHASES}
+        generate_s = max(rank.phases["generate"] for rank in ranks) / steps
         # with rounds ahead a rank measures only its waits; the engines' clocks measure all generation
         if self._host.settings.max_staleness > 0:
-            seconds["generate"] = slowest.engine_busy_s / engines / steps
-        seconds["tail"] = min(seconds["generate"], slowest.engine_tail_s / engines / steps)
-        return seconds
+            generate_s = slowest.engine_busy_s / engines / steps
+        train_s = max(rank.phases["train"] for rank in ranks) / steps
+        tail_s = min(generate_s, slowest.engine_tail_s / engines / steps)
+        return StepTimes(generate_s, train_s, tail_s)
 
 
 def count_tokens(inputs: dict[str, Any]) -> torch.Tensor | None:

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -103,8 +102,6 @@ class Preemption:
         grace_s: float,
         watch: Watchdog,
     ):
-        # the newest whole one, if there is one
-        self.last_checkpoint: Callable[[], object] = lambda: None
         self._topology = topology
         self.decision = StepDecision(topology, store, "preempt")
         self._grace_s = grace_s
@@ -168,7 +165,7 @@ class Preemption:
         limit = f"`preemption_grace` ({grace:.0f} s)"
         if grace < self._grace_s:
             limit = f"{grace:.0f} s, which torchrun's {TIMEOUT_VARIABLE} leaves (raise it before the launch)"
-        checkpoint = self.last_checkpoint()
+        checkpoint = self._watch.ending.checkpoint()
         last = (
             f"The last whole checkpoint is {checkpoint}"
             if checkpoint

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from math import isfinite
 from typing import Any
 
 from ..wire.secret_names import has_secret_form, is_secret_name
@@ -18,7 +19,7 @@ def text_of(value: Any) -> str:
     return (
         value
         if isinstance(value, str)
-        else json.dumps(_plain(value), sort_keys=True, ensure_ascii=False)
+        else json.dumps(plain(value), sort_keys=True, ensure_ascii=False)
     )
 
 
@@ -57,23 +58,23 @@ def listed(words: Sequence[Any], most: int) -> str:
     return first if len(words) <= most else f"{first} and {len(words) - most} more"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value in the types of JSON."""
     match value:
         case None | bool() | int() | str():
             return value
         case float():
-            return value if value == value else "nan"
+            return value if isfinite(value) else str(value)  # JSON has neither infinity nor NaN
         case Enum():
-            return _plain(value.value)
+            return plain(value.value)
         case bytes():
             return f"{len(value)} bytes, {digest_of(value)}"
         case Mapping():
-            return {str(key): _plain(part) for key, part in value.items()}
+            return {str(key): plain(part) for key, part in value.items()}
         case Set():
             return sorted(text_of(part) for part in value)
         case list() | tuple():
-            return [_plain(part) for part in value]
+            return [plain(part) for part in value]
     return _plain_object(value)
 
 
@@ -82,9 +83,9 @@ def _plain_object(value: Any) -> Any:
     if isinstance(value, type):
         return value.__qualname__
     if is_dataclass(value):
-        return {one.name: _plain(getattr(value, one.name, None)) for one in fields(value)}
+        return {one.name: plain(getattr(value, one.name, None)) for one in fields(value)}
     if callable(getattr(value, "to_dict", None)):
-        return _plain(value.to_dict())
+        return plain(value.to_dict())
     if isinstance(value, Callable) and hasattr(value, "__qualname__"):  # type: ignore[arg-type]
         return value.__qualname__
     text = str(value)

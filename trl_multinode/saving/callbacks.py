@@ -1,7 +1,6 @@
 """Callbacks that save a checkpoint beside those of `save_strategy`: after `save_minutes`, and at a pre-emption."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from transformers import TrainerCallback
 
 from ..run.decision import StepDecision
 from ..run.preemption import Preemption
-from .checkpoint_files import PREFIX, newest_whole
+from .checkpoint_files import PREFIX
 
 
 class SaveByTime(TrainerCallback):
@@ -24,42 +23,31 @@ class SaveByTime(TrainerCallback):
             Value of `save_minutes`.
         decision ([`StepDecision`]):
             Decision of all ranks at the end of a step, for which rank 0 asks.
-        decides (`bool`):
-            `True` on rank 0.
-        clock (`Callable[[], float]`, *optional*):
-            Function that returns seconds.
     """
 
-    def __init__(
-        self,
-        minutes: float,
-        decision: StepDecision,
-        decides: bool,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, minutes: float, decision: StepDecision):
         self._limit_s = 60.0 * minutes
         self._decision = decision
-        self._decides = decides
-        self._clock = clock
-        self._saved = self._began = clock()
+        self._saved = self._began = time.monotonic()
         self._last_s = 0.0  # of the step before, without its checkpoint
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._decision.begin_training()
-        self._saved, self._last_s = self._clock(), 0.0
+        self._saved, self._last_s = time.monotonic(), 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._began = self._clock()
-        if self._decides and self._began - self._saved + self._last_s >= self._limit_s:
+        self._began = time.monotonic()
+        due = self._began - self._saved + self._last_s >= self._limit_s
+        if due and state.is_world_process_zero:
             self._decision.ask(state.global_step + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._last_s = self._clock() - self._began
+        self._last_s = time.monotonic() - self._began
         if self._decision.read(state.global_step):
             control.should_save = True
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        self._saved = self._clock()
+        self._saved = time.monotonic()
 
 
 class SaveAtPreemption(TrainerCallback):
@@ -71,14 +59,10 @@ class SaveAtPreemption(TrainerCallback):
     Args:
         preemption ([`Preemption`]):
             Pre-emption of this rank.
-        output_dir (`str`):
-            Folder of the checkpoints.
     """
 
-    def __init__(self, preemption: Preemption, output_dir: str):
+    def __init__(self, preemption: Preemption):
         self._preemption = preemption
-        self._output_dir = Path(output_dir)
-        preemption.last_checkpoint = lambda: newest_whole(self._output_dir)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._preemption.decision.begin_training()
@@ -98,7 +82,7 @@ class SaveAtPreemption(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Leave: transformers ends the epoch after the save, and would evaluate or save again because of its end."""
         if self._preemption.leaves:
-            self._preemption.leave(str(self._output_dir / f"{PREFIX}{state.global_step}"))
+            self._preemption.leave(str(Path(args.output_dir) / f"{PREFIX}{state.global_step}"))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._preemption.step = 0

@@ -110,42 +110,34 @@ class CheckpointLog:
 
         The exit is a collective of all training ranks. If a rank fails inside, the folder stays marked as unfinished.
         """
+        accelerator, rank = self._accelerator, self._accelerator.process_index
         self._markers.mkdir(parents=True, exist_ok=True)
-        (self._markers / f"{PREFIX}{step}.rank{self._accelerator.process_index}").touch()
+        (self._markers / f"{PREFIX}{step}.rank{rank}").touch()
         sync(self._markers)
         sync(self._own)
         folder = self._output_dir / f"{PREFIX}{step}"
         folder.mkdir(parents=True, exist_ok=True)
-        if self._accelerator.is_local_main_process:
-            self._begin(folder, in_flight)
+        if accelerator.is_local_main_process:
+            ranks, with_zero = (
+                accelerator.num_processes,
+                accelerator.distributed_type == "DEEPSPEED",
+            )
+            delete_files_of_other_launches(folder, ranks, with_zero)
+            write_metadata(folder, rank, ranks, in_flight)
         yield folder
-        if self._accelerator.is_local_main_process:
+        if accelerator.is_local_main_process:
             self._write_latest(folder)
         sync_tree(folder)
-        self._accelerator.wait_for_everyone()
-        if self._is_first_in(step):
-            record_files(folder, self._accelerator.process_index)
-        self._accelerator.wait_for_everyone()
-        # also markers of an earlier run with more ranks
-        for marker in self._markers.glob(f"{PREFIX}{step}.rank*"):
+        accelerator.wait_for_everyone()
+        # also those of an earlier run with more ranks
+        markers = list(self._markers.glob(f"{PREFIX}{step}.rank*"))
+        # the lowest of the ranks that share this folder
+        if rank == min(int(marker.suffix.removeprefix(".rank")) for marker in markers):
+            record_files(folder, rank)
+        accelerator.wait_for_everyone()
+        for marker in markers:
             marker.unlink(missing_ok=True)
         sync(self._markers)
-
-    def _is_first_in(self, step: int) -> bool:
-        """Return whether this rank is the lowest whose marker is in this folder, which nodes may share or not."""
-        markers = self._markers.glob(f"{PREFIX}{step}.rank*")
-        return (
-            min(int(path.suffix.removeprefix(".rank")) for path in markers)
-            == self._accelerator.process_index
-        )
-
-    def _begin(self, folder: Path, in_flight: bool) -> None:
-        """Remove what an earlier launch left in the folder, and write the metadata, the same on every node."""
-        ranks = self._accelerator.num_processes
-        delete_files_of_other_launches(
-            folder, ranks, self._accelerator.distributed_type == "DEEPSPEED"
-        )
-        write_metadata(folder, self._accelerator.process_index, ranks, in_flight)
 
     def rotate(self, step: int, limit: int, best: str | None, deletes: bool) -> None:
         """Delete checkpoints beyond `save_total_limit`, after every rank has finished that of `step`. A collective.
@@ -172,8 +164,7 @@ class CheckpointLog:
             kept.add(Path(best).resolve())
         old = [folder for folder in folders if folder.resolve() not in kept]
         old.sort(key=lambda folder: why_unusable(folder) is None)
-        too_many = len(folders) - max(limit, len(folders) - len(old))
-        delete(old[: max(0, too_many)], self._own)
+        delete(old[: max(0, len(folders) - limit)], self._own)
 
     def keep_only(self, best: str) -> None:
         """Delete all checkpoints but the best one, as transformers does at the end with `save_total_limit=1`."""
@@ -247,7 +238,17 @@ class CheckpointLog:
                 "name one: `train(resume_from_checkpoint=PATH)`.",
             )
         if ONLY_UNFINISHED in seen:
-            raise self._only_unfinished(unusable)
+            found = "; ".join(f"{folder.name} is {reason}" for folder, reason in unusable.items())
+            folders = " ".join(map(str, unusable)) or "FOLDERS"
+            raise ConfigurationError(
+                f"{self._output_dir} has no finished checkpoint to resume from, only unfinished or damaged ones "
+                f"({found or 'they are on another node'}).",
+                setting="resume_from_checkpoint",
+                got=unusable,
+                rank=self._accelerator.process_index,
+                cure=f"To begin anew at step 1, delete them on every node (`rm -r {folders}`), or use another "
+                "`output_dir`, or call `train()` without `resume_from_checkpoint`.",
+            )
 
     def _warn_of(self, unusable: dict[Path, str], advice: str = "") -> None:
         if self._accelerator.is_local_main_process:
@@ -261,19 +262,6 @@ class CheckpointLog:
             torch.tensor([first, *steps], device=self._accelerator.device), pad_index=NOTHING
         )
         return self._accelerator.gather(padded).tolist()
-
-    def _only_unfinished(self, unfinished: dict[Path, str]) -> ConfigurationError:
-        seen = "; ".join(f"{folder.name} is {reason}" for folder, reason in unfinished.items())
-        folders = " ".join(map(str, unfinished)) or "FOLDERS"
-        return ConfigurationError(
-            f"{self._output_dir} has no finished checkpoint to resume from, only unfinished or damaged ones "
-            f"({seen or 'they are on another node'}).",
-            setting="resume_from_checkpoint",
-            got=unfinished,
-            rank=self._accelerator.process_index,
-            cure=f"To begin anew at step 1, delete them on every node (`rm -r {folders}`), or use another "
-            "`output_dir`, or call `train()` without `resume_from_checkpoint`.",
-        )
 
 
 def check_zero_ranks(folder: Path, accelerator: Any) -> None:

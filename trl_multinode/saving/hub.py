@@ -45,9 +45,6 @@ class HubTrainer(Trainer):
     """
 
     host: NodeHost | None = None
-    _to_push: str | None = (
-        None  # inside `_pushing_afterwards`, the checkpoint to push, if there is one
-    )
     _pushing = False  # `True` inside `push_to_hub`, which saves the model before it raises
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
@@ -76,26 +73,16 @@ class HubTrainer(Trainer):
             raise self._repo_error  # the repository could not be created, and the model is saved
         return pushed
 
-    @contextmanager
-    def _pushing_afterwards(self) -> Iterator[None]:
-        """Push the checkpoint that transformers writes inside, once it is finished.
-
-        A push that fails then raises after the checkpoint is marked as finished, and before an older one is deleted.
-        """
-        self._to_push = None
-        yield
-        if self._to_push is not None:
-            self._push_finished(self._to_push)
-
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # in node mode `_push_finished` follows, once the checkpoint is marked as finished
         if self.host is None:
             super()._push_from_checkpoint(checkpoint_folder)
-        else:
-            self._to_push = checkpoint_folder
 
     def _push_finished(self, checkpoint_folder: str) -> None:
+        """Push a checkpoint that is marked as finished. A push that fails raises before an older one is deleted."""
         assert self.host is not None
-        if self.args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
+        pushes = self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END
+        if not pushes or not self.is_world_process_zero():
             return
         if self.host.agreement.preemption.leaves:
             report(f"{checkpoint_folder} is not pushed to the Hub, because the run is pre-empted")

@@ -21,14 +21,13 @@ class OpenGroupsFile:
     Args:
         trainer ([`NodeTrainer`]):
             Trainer with rounds ahead.
-        in_flight (`bool`):
-            Whether the rounds are in flight. A group is then the completions of one prompt, whose row is found by its
-            index in the dataset. Otherwise it is the rank's part of a round, whose rows the dataloader gives again.
+            If they are in flight, a group is the completions of one prompt, whose row is found by its index in the
+            dataset. Otherwise it is the rank's part of a round, whose rows the dataloader gives again.
     """
 
-    def __init__(self, trainer: Any, in_flight: bool):
+    def __init__(self, trainer: Any):
         self._trainer = trainer
-        self._in_flight = in_flight
+        self._in_flight = trainer.host.settings.in_flight
         self._rounds = trainer.vllm_generation.rounds
         self._where = str(trainer.host.topology)
 
@@ -118,9 +117,9 @@ class OpenGroupsFile:
 def permutation(num_rows: int, seed: int, epoch: int) -> list[int]:
     """Return the order of the dataset in an epoch (0 for the first), as TRL's `RepeatSampler` draws it."""
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(epoch):
-        torch.randperm(num_rows, generator=generator)
-    return torch.randperm(num_rows, generator=generator).tolist()
+    for _ in range(epoch + 1):
+        order = torch.randperm(num_rows, generator=generator)
+    return order.tolist()
 
 
 def check_same_way(folder: Any, was_in_flight: bool, in_flight: bool, all_usable: bool) -> None:

@@ -9,8 +9,9 @@ import copy
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +33,9 @@ LIMIT_S = 600.0  # no try starts later than this after the start of the first
 STALL_S = 300.0  # timeout without a byte of an answer; huggingface_hub would wait forever
 # Includes the conflicts 409 and 412: another commit came first, and the next try starts from it.
 WORTH_ANOTHER_TRY = (408, 409, 412, 425, 429, 500, 502, 503, 504)
+# Errors without a status after which the next try may succeed. huggingface_hub also lists the checkpoints, and one of
+# them may be deleted at that moment.
+PASSING = httpx.TransportError | FileNotFoundError
 LONGEST_REASON = 300  # maximum characters of a server's answer in a message
 CURES = {
     401: "Log in with `hf auth login`, or give a token that may write in `HF_TOKEN` or `hub_token`.",
@@ -43,6 +47,7 @@ NOT_PUSHED = ["_*", "checkpoint-*"]  # the patterns of transformers' Trainer
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, repr=False)  # its text would have the token
 class CheckedHub:
     """
     Replacement for `HfApi` while the Trainer pushes. Only the main process calls its methods.
@@ -67,34 +72,24 @@ class CheckedHub:
         raises it through its `Future`). A push that runs in the background or need not succeed prints it.
     """
 
-    def __init__(
-        self,
-        api: HfApi,
-        *,
-        where: str,
-        output_dir: Path,
-        must_succeed: bool,
-        token: str | None,
-        check: Callable[[Path], None],
-    ):
-        self._api = api
-        self._where = where
-        self._output_dir = output_dir
-        self._must_succeed = must_succeed
-        self._token = token
-        self._check = check
+    api: HfApi
+    where: str
+    output_dir: Path
+    must_succeed: bool
+    token: str | None
+    check: Callable[[Path], None]
 
     def create_repo(self, repo_id: str, *, token: str | None = None, **keywords: Any) -> RepoUrl:
-        token = token or self._token
-        push = {"repo_id": repo_id, "folder_path": self._output_dir, "ignore_patterns": NOT_PUSHED}
+        token = token or self.token
+        push = {"repo_id": repo_id, "folder_path": self.output_dir, "ignore_patterns": NOT_PUSHED}
         try:
             return self._try_often(
-                lambda: self._api.create_repo(repo_id, token=token, **keywords), token
+                lambda: self.api.create_repo(repo_id, token=token, **keywords), token
             )
         except HubPushError as error:
             raise HubPushError(
-                f"{self._where}: the repository {repo_id} could not be created or found: {error} Nothing is "
-                f"lost: the model is saved in {self._output_dir}, and every push tries again. Once it is "
+                f"{self.where}: the repository {repo_id} could not be created or found: {error} Nothing is "
+                f"lost: the model is saved in {self.output_dir}, and every push tries again. Once it is "
                 f"saved, you can push with `trainer.push_to_hub()`, or from a shell:\n    {command(push)}"
             ) from None
 
@@ -104,26 +99,24 @@ class CheckedHub:
         """Check and push a folder with the Trainer's keywords; return `HfApi`'s result, or `None` after a failure."""
         if push["repo_id"] is None:
             return None  # the creation of the repository failed and was reported
-        self._check(Path(push["folder_path"]))
-        push["token"] = token or self._token
-        return (
-            self._api.run_as_future(self._push, push, True) if run_as_future else self._push(push)
-        )
+        self.check(Path(push["folder_path"]))
+        push["token"] = token or self.token
+        return self.api.run_as_future(self._push, push, True) if run_as_future else self._push(push)
 
     def _push(self, push: dict[str, Any], in_background: bool = False) -> CommitInfo | None:
         try:  # a copy, because huggingface_hub appends its own patterns to the list at every try
             return self._try_often(
-                lambda: self._api.upload_folder(**copy.deepcopy(push)), push["token"]
+                lambda: self.api.upload_folder(**copy.deepcopy(push)), push["token"]
             )
         except HubPushError as error:
             failure = HubPushError(
-                f"{self._where}: the push of {push['folder_path']} to {push['repo_id']} "
+                f"{self.where}: the push of {push['folder_path']} to {push['repo_id']} "
                 f"({push['commit_message']!r}) failed: {error} Nothing is lost: the files are in that folder. Push "
                 f"them again with `trainer.push_to_hub()`, or from a shell:\n    {command(push)}"
             )
-        if in_background or not self._must_succeed:
+        if in_background or not self.must_succeed:
             report(failure)
-        if self._must_succeed:
+        if self.must_succeed:
             raise failure
         return None
 
@@ -137,17 +130,20 @@ class CheckedHub:
                 limit_silence()
                 return action()
             except Exception as error:  # any error: the files are saved, so the run can continue
-                reason = hide(describe(error), token, self._token, get_token())
-                wait = next(waits, None) if is_passing(error) else None
+                root = root_of(error)
+                status = root.response.status_code if isinstance(root, HfHubHTTPError) else 0
+                reason = hide(describe(root), token, self.token, get_token())
+                is_passing = isinstance(root, PASSING) or status in WORTH_ANOTHER_TRY
+                wait = next(waits, None) if is_passing else None
                 seconds = time.monotonic() - start
                 if wait is None or seconds + wait > LIMIT_S:
-                    advice = CURES.get(status_of(error) or 0, "")
+                    advice = CURES.get(status, "")
                     counted = "1 try" if tries == 1 else f"{tries} tries"
                     raise HubPushError(
                         f"{reason} ({counted} in {seconds:.0f} s). {advice}".strip()
                     ) from None
             report(
-                f"{self._where}: a request to the Hub did not succeed: {reason}. Next try in {wait:g} s."
+                f"{self.where}: a request to the Hub did not succeed: {reason}. Next try in {wait:g} s."
             )
             time.sleep(wait)
 
@@ -180,38 +176,21 @@ def limit_silence() -> None:
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes.
+def root_of(error: BaseException) -> BaseException:
+    """Return the failed request or missing file that caused an error; the error itself if there is none.
 
     huggingface_hub wraps the error of an upload ("Error while uploading 'model.safetensors' to the Hub.").
     """
-    while error is not None:
-        yield error
-        error = error.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, HfHubHTTPError | PASSING):
+            return cause
+        cause = cause.__cause__
+    return error
 
 
-def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of the Hub's answer that caused the error, if there is one."""
-    return next(
-        (one.response.status_code for one in causes(error) if isinstance(one, HfHubHTTPError)), None
-    )
-
-
-def is_passing(error: BaseException) -> bool:
-    """Return whether another try may succeed: after a fault of the server, a conflict or a network failure, or if a
-    folder disappeared. huggingface_hub also lists the checkpoints, one of which may be deleted at that moment."""
-    passing = any(
-        isinstance(one, httpx.TransportError | FileNotFoundError) for one in causes(error)
-    )
-    return passing or status_of(error) in WORTH_ANOTHER_TRY
-
-
-def describe(error: BaseException) -> str:
+def describe(root: BaseException) -> str:
     """Return the root cause of a failed request as one short line."""
-    root = next(
-        (one for one in causes(error) if isinstance(one, HfHubHTTPError | httpx.TransportError)),
-        error,
-    )
     text = re.sub(r"For more information check: \S+", "", str(root))
     text = " ".join(text.split()).rstrip(".")
     text = text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + "..."

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import IterableDataset
 from transformers import trainer as transformers_trainer
 
 from ..errors import ConfigurationError
+from ..images import has_index
 from ..libraries import replaced
 from ..run.endings.ending import RESUMING
 from ..run.reporter import report, warn
@@ -38,6 +38,7 @@ class Resume:
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self._accelerator = trainer.accelerator
+        self._in_flight = trainer.host.settings.in_flight
         self._log = CheckpointLog(Path(trainer.args.output_dir), trainer.accelerator)
         self._folder: Path | None = None
         self._must_restore = False
@@ -60,6 +61,7 @@ class Resume:
         self._must_restore, self.epochs = True, 0
         self._folder = self._resolved(wanted)
         if self._folder is None:
+            self._warn_of_replaced()
             return None
         self._check(self._folder)
         self.epochs = epochs_behind(self._folder)
@@ -103,10 +105,10 @@ class Resume:
         transformers skips as many batches as were trained, but of one pass only: it would begin the pass anew, and
         train its first prompts twice. A stream's state in its trainer file counts passes as epochs.
         """
-        if not self.epochs or getattr(self._trainer.args, "ignore_data_skip", False):
+        if not self.epochs or self._trainer.args.ignore_data_skip:
             return
         dataset = self._trainer.train_dataset
-        if hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
+        if has_index(dataset):
             return
         raise ConfigurationError(
             f"{folder} is in pass {self.epochs + 1} over a stream ({type(dataset).__name__}), whose "
@@ -117,9 +119,9 @@ class Resume:
             "`ignore_data_skip=True`, which begins the pass anew and trains some prompts again.",
         )
 
-    def warn_of_replaced(self, resumes: bool) -> None:
+    def _warn_of_replaced(self) -> None:
         """Warn, on rank 0, if training begins anew beside checkpoints of an earlier launch, which it would replace."""
-        if resumes or self.resuming or not self._accelerator.is_main_process:
+        if self._trainer.host.watch.ending.resumes or not self._accelerator.is_main_process:
             return
         folder = Path(self._trainer.args.output_dir)
         newest = newest_whole(folder)
@@ -177,12 +179,12 @@ class Resume:
         if self._inside_block():
             self._trainer._buffered_inputs = unpack_block(saved)
         if "open" in saved.notes and (self._in_flight or self._keeps_a_round):
-            OpenGroupsFile(self._trainer, self._in_flight).restore_from(saved)
+            OpenGroupsFile(self._trainer).restore_from(saved)
 
     # ---- at every checkpoint ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> Iterator[Path]:
         """Save the rollouts beside the checkpoint that transformers writes inside. All training ranks enter it.
 
         It waits for a round that runs ahead, unless `save_only_model` omits the rollouts.
@@ -191,7 +193,7 @@ class Resume:
         with self._log.saving(step, self._in_flight) as folder:
             if not self._trainer.args.save_only_model:
                 save_rollouts(folder, self._accelerator.process_index, self._collect())
-            yield
+            yield folder
 
     @contextmanager
     def rotating(self) -> Iterator[None]:
@@ -202,7 +204,7 @@ class Resume:
         with replaced(transformers_trainer, "rotate_checkpoints", lambda **_: None):
             yield
         args, state = self._trainer.args, self._trainer.state
-        if args.save_total_limit is not None and args.save_total_limit > 0:
+        if (args.save_total_limit or 0) > 0:
             self._log.rotate(
                 state.global_step,
                 args.save_total_limit,
@@ -228,13 +230,13 @@ class Resume:
         saved = pack_block(trainer._buffered_inputs if self._inside_block() else [])
         saved.notes["layout"] = self._layout()
         if self._in_flight:
-            OpenGroupsFile(trainer, True).add_to(saved)
+            OpenGroupsFile(trainer).add_to(saved)
         elif self._keeps_a_round and not host.agreement.preemption.leaves:
             # completions may take longer than a pre-emption leaves; `resume` then makes others
             # which may take any time, unlike a checkpoint that writes nothing
             with host.phases("generate"):
                 trainer.vllm_generation.wait_for_open()
-            OpenGroupsFile(trainer, False).add_to(saved)
+            OpenGroupsFile(trainer).add_to(saved)
         return saved
 
     @property
@@ -242,13 +244,6 @@ class Resume:
         """Return whether a round of single completions runs ahead; whole rollouts are made again after a resume."""
         is_ahead = self._trainer.vllm_generation.rounds is not None
         return is_ahead and getattr(self._trainer, "_recorder", None) is None
-
-    @property
-    def _in_flight(self) -> bool:
-        return (
-            self._trainer.vllm_generation.rounds is not None
-            and self._trainer.host.settings.in_flight
-        )
 
     def _inside_block(self) -> bool:
         return self._trainer._step % self._trainer.steps_per_round != 0

@@ -86,11 +86,11 @@ def delete_leftovers(trash: Path) -> None:
 
 
 def by_age(folders: list[Path]) -> list[Path]:
-    """Sort checkpoints from old to new as transformers does: by time, or by step if all times are about equal."""
+    """Sort checkpoints, given by step, from old to new as transformers does: by time, unless all are about equal."""
     times = {folder: _modified(folder) for folder in folders}
     if times and max(times.values()) - min(times.values()) < 1:  # file systems that keep no times
-        return sorted(folders, key=step_of)
-    return sorted(folders, key=lambda folder: (times[folder], step_of(folder)))
+        return folders
+    return sorted(folders, key=lambda folder: times[folder])
 
 
 def step_of(folder: Path) -> int:

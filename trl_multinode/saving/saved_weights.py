@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.modeling_utils import remove_tied_weights_from_state_dict, str_to_torch_dtype
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import SavedWeightsError
@@ -23,12 +23,7 @@ from ..weights.names import is_zero3, shape_of, without_wrappers
 # name in the file -> dtype as named by safetensors, full shape
 Weights = dict[str, tuple[str, tuple[int, ...]]]
 
-NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL",
-}  # fmt: skip
+NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 SHOWN = 3  # maximum tensors that a message names per kind of problem
 CURES = {
     "empty": "Under ZeRO-3 set `zero3_save_16bit_model: true` in the YAML, or "
