@@ -279,7 +279,7 @@ def check_evaluation(args: TrainingArguments, call: dict[str, Any]) -> None:
     strategy = args.eval_strategy
     if strategy != "no" and call.get("eval_dataset") is None:
         raise ConfigurationError(
-            f"`eval_strategy` {strategy.value} needs an `eval_dataset`, got None.",
+            f"`eval_strategy` {getattr(strategy, 'value', strategy)} needs an `eval_dataset`, got None.",
             setting="eval_dataset",
             cure="Pass one to the trainer, or set `eval_strategy='no'`.",
         )
