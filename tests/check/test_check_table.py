@@ -212,7 +212,7 @@ TABLE = {
     ),
     "settings of a server": Row(
         script=[*GRPO, "--vllm_server_port", "8001", "--vllm_enable_sleep_mode", "true"],
-        shows=["`vllm_server_port`, `vllm_enable_sleep_mode`"],
+        shows=["`vllm_enable_sleep_mode`, `vllm_server_port`"],
     ),
     "misspelled reward": Row(
         "think_format_reward",

@@ -139,9 +139,9 @@ def test_the_group_of_a_broadcast_ends_with_its_slots(tmp_path):
         BroadcastSlots([16] * 2, SlotSettings(folder=tmp_path, workers=[1], timeout_s=60.0)),
         [],
     )
-    slots._group = SimpleNamespace(abort=lambda: ended.append("sender") or 1 / 0)
+    slots._group._group = SimpleNamespace(abort=lambda: ended.append("sender") or 1 / 0)
     opened = OpenedBroadcastSlots(slots.open_for(0), slots.sizes, CPU, 0)
-    opened._group = SimpleNamespace(abort=lambda: ended.append("worker"))
+    opened._group._group = SimpleNamespace(abort=lambda: ended.append("worker"))
     for _ in range(2):
         slots.close()
         opened.close()
