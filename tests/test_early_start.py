@@ -25,6 +25,7 @@ from trl_multinode.errors import EngineStartError
 from trl_multinode.model_outline import outline
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.run.endings.exit_codes import ENGINE
+from trl_multinode.run.phase_file import PhaseFile
 from trl_multinode.run.topology import EngineDevices, Topology
 from trl_multinode.wire.supervisor import is_running
 
@@ -191,7 +192,10 @@ def test_an_engine_that_ends_beside_the_load_is_reported_at_once(tmp_path, monke
         report=lambda cause, code: ends.append((cause, code)),
     )
     topology = Topology(0, 1, 0, 1, 0, 1, launched)
-    one = EngineFleet(topology, watch, HashStore(), NodeSettings(), tmp_path / "logs", lines.append)
+    phases = PhaseFile(tmp_path / "phases", rank=0, node=0)
+    one = EngineFleet(
+        topology, watch, HashStore(), NodeSettings(), tmp_path / "logs", lines.append, phases
+    )
     settings = EngineSettings(NodeSettings(), topology, ON_CPU, torch.float32, {})
     given = settings, 1, tiny_qwen2(), tiny_tokenizer()
     one.launch(*given)
@@ -215,7 +219,7 @@ def test_an_engine_that_ends_beside_the_load_is_reported_at_once(tmp_path, monke
 
 
 def differences(early: tuple[EngineSettings, Path], now: tuple[EngineSettings, Path]) -> list[str]:
-    one = EngineFleet(ALONE, None, None, NodeSettings(), Path(), print)
+    one = EngineFleet(ALONE, None, None, NodeSettings(), Path(), print, None)
     one._launched = early
     return one._differences(*now)
 
