@@ -390,7 +390,7 @@ def main() -> None:
         arms = Arms(model, engines, limit)
         buckets = arms.syncs["ours"].buckets
         found = {
-            "model_bytes": arms.syncs["ours"].num_bytes,
+            "model_bytes": sum(meta.num_bytes for bucket in buckets for meta in bucket),
             "buckets": len(buckets),
             "tensors": len({meta.name for bucket in buckets for meta in bucket}),
             "largest_bucket": max(slot_layout(bucket)[-1].end for bucket in buckets),

@@ -339,6 +339,15 @@ def test_a_decorator_may_accept_more_than_the_function_below_it():
     )
 
 
+def test_one_of_several_evaluation_datasets_is_named_and_the_setting_is_the_argument():
+    without_prompts = PROMPTS.rename_column("prompt", "text")
+    with pytest.raises(ConfigurationError, match=r"`eval_dataset\[hard\]`") as found:
+        call_checks.check_rewards(
+            {"reward_funcs": [no_columns], "eval_dataset": {"hard": without_prompts}}
+        )
+    assert found.value.setting == "eval_dataset"
+
+
 def test_calls_that_supply_what_a_reward_needs_are_accepted(monkeypatch):
     monkeypatch.setattr(
         call_checks, "find_spec", lambda name: "installed" if name == "math_verify" else None

@@ -386,10 +386,12 @@ def check_columns(
     columns = getattr(dataset, "column_names", None)
     if not isinstance(columns, list) or not columns:  # a stream may not know its columns
         return
+    # one of several evaluation datasets has its name in brackets
+    argument = which.partition("[")[0]
     if "prompt" not in columns:
         raise ConfigurationError(
             f"The `{which}` has no column 'prompt', got {columns}.",
-            setting=which,
+            setting=argument,
             got=columns,
             cure="Rename or add the column.",
         )
@@ -397,7 +399,7 @@ def check_columns(
         raise ConfigurationError(
             f"The `{which}` has the columns {taken}, and TRL gives other values to reward functions under "
             "these names.",
-            setting=which,
+            setting=argument,
             got=taken,
             cure="Rename the columns.",
         )
