@@ -137,6 +137,11 @@ def fields_in_vllm(file: str, *kinds: str) -> frozenset[str]:
     source = Path(package.origin).parent / file
     tree = ast.parse(source.read_text() if source.is_file() else "")
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in kinds]
-    lines = [line for node in classes for line in node.body if isinstance(line, ast.AnnAssign)]
-    names = [ast.unparse(line.target) for line in lines]
-    return frozenset(name for name in names if not name.startswith("_"))
+    return frozenset(
+        name for node in classes for name in _annotated(node) if not name.startswith("_")
+    )
+
+
+def _annotated(node: ast.ClassDef) -> list[str]:
+    """Return the annotated names of a class."""
+    return [ast.unparse(line.target) for line in node.body if isinstance(line, ast.AnnAssign)]

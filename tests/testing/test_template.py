@@ -14,7 +14,7 @@ from waiting import HANG_S, until
 from multinode_kit import template
 from multinode_kit.forked_process import Inherited
 from multinode_kit.forking import ForkedProcess
-from trl_multinode.wire.supervisor import is_alive
+from trl_multinode.wire.supervisor import is_running
 
 pytestmark = [pytest.mark.real, pytest.mark.nightly]
 
@@ -43,10 +43,10 @@ def test_a_killed_owner_leaves_neither_the_template_nor_a_fork_nor_its_child(tmp
             psutil.Process(int(pid))
             for pid in until(lambda: pids.exists() and pids.read_text()).split()
         ]
-        assert len(processes) == 3 and all(map(is_alive, processes))
+        assert len(processes) == 3 and all(is_running(process.pid) for process in processes)
         os.kill(owner.process.pid, signal.SIGKILL)
         _, left = psutil.wait_procs(processes, HANG_S)
-        left = [process for process in left if is_alive(process)]
+        left = [process for process in left if is_running(process.pid)]
         for process in left:
             process.kill()
     assert not left

@@ -64,18 +64,19 @@ def plan_buckets(metadata: Sequence[WeightMeta], limit_bytes: int, world: int = 
     for (frozen, _), group in groupby(
         metadata, key=lambda meta: (meta.frozen, layer_key(meta.name))
     ):
-        layer = list(group)
-        pieces = [layer]
-        if _padded_bytes(layer) > limit_bytes:
-            pieces = [
-                [part] for meta in layer for part in cut_into_ranges(meta, limit_bytes, world)
-            ]
-        for piece in pieces:
+        for piece in _pieces(list(group), limit_bytes, world):
             last = buckets[-1]
             if last and (_padded_bytes(last + piece) > limit_bytes or last[0].frozen != frozen):
                 buckets.append([])
             buckets[-1] += piece
     return [tuple(bucket) for bucket in buckets if bucket]
+
+
+def _pieces(layer: list[WeightMeta], limit_bytes: int, world: int) -> list[list[WeightMeta]]:
+    """Return a layer whole if it is at most `limit_bytes`, else its tensors or their ranges, one by one."""
+    if _padded_bytes(layer) <= limit_bytes:
+        return [layer]
+    return [[part] for meta in layer for part in cut_into_ranges(meta, limit_bytes, world)]
 
 
 def cut_into_ranges(meta: WeightMeta, limit_bytes: int, world: int) -> list[WeightMeta]:

@@ -203,17 +203,19 @@ def _obstacles(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> Iterator[s
             yield f"{base_name(name)} is trained besides the adapter (modules_to_save, bias, an unfrozen parameter)"
     head = model.get_output_embeddings()
     for name, layer in layers.items():
-        if layer is head or not isinstance(layer.get_base_layer(), nn.Linear):
-            yield (
-                f"{name} is not a linear layer below the head, and not every model of vLLM supports adapters of other "
-                "layers"
-            )
-        if is_dora(layer, *active):
-            yield f"{name} is DoRA's, which has a magnitude besides A and B"
+        yield from _layer_obstacles(name, layer, layer is head, *active)
     if (rank := lora_rank(model)) > LARGEST_RANK:
         yield f"its rank is {rank}, and vLLM serves {LARGEST_RANK} at most"
     if on_gpu and dtype == torch.float32:
         yield "vLLM's LoRA kernels on a GPU take bfloat16 and float16 only, and the engine's dtype is float32"
+
+
+def _layer_obstacles(name: str, layer: Any, is_head: bool, adapter: str) -> Iterator[str]:
+    if is_head or not isinstance(layer.get_base_layer(), nn.Linear):
+        reason = "not every model of vLLM supports adapters of other layers"
+        yield f"{name} is not a linear layer below the head, and {reason}"
+    if is_dora(layer, adapter):
+        yield f"{name} is DoRA's, which has a magnitude besides A and B"
 
 
 def lora_layers(model: nn.Module) -> dict[str, nn.Module]:

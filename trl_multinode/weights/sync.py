@@ -217,14 +217,8 @@ class WeightSync:
         gathers: bool = True,
     ) -> SyncTimings:
         """Gather the buckets from `first` on, unless the slots have them; with `slots`, send them to `engines`."""
-        sent = [meta for bucket in self.buckets[first:] for meta in bucket]
-        if gathers:
-            # before the update begins: the other ranks then wait in their first gathering, so no engine loads anything
-            # once, however many ranges they have
-            tensors = {meta.name: meta for meta in sent}
-            self._source.check(list(tensors.values()), version.step, self._check_frozen)
-        num_bytes = sum(meta.num_bytes for meta in sent)
-        timings = SyncTimings(num_bytes, len(self.buckets) - first, version=version)
+        # before the update begins: the other ranks then wait in their first gathering, so no engine loads anything
+        timings = self._begin_timings(first, version, checks=gathers)
         self.num_gathered = first
         start = time.perf_counter()
         staged = self.staged and slots is self._slots
@@ -259,6 +253,16 @@ class WeightSync:
         timings.total_s = time.perf_counter() - start
         timings.stream_s = timings.total_s - timings.commit_s
         return timings
+
+    def _begin_timings(self, first: int, version: WeightVersion, checks: bool) -> SyncTimings:
+        """Return the numbers of an update, and check the weights that are gathered for it."""
+        sent = [meta for bucket in self.buckets[first:] for meta in bucket]
+        if checks:
+            # once, however many ranges they have
+            tensors = {meta.name: meta for meta in sent}
+            self._source.check(list(tensors.values()), version.step, self._check_frozen)
+        num_bytes = sum(meta.num_bytes for meta in sent)
+        return SyncTimings(num_bytes, len(self.buckets) - first, version=version)
 
     def close(self) -> None:
         """Release the slots, after the last sync. A second call does nothing."""
