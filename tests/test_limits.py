@@ -193,6 +193,11 @@ def test_the_frames_are_the_innermost_ones_of_the_main_thread():
     assert frames[2].endswith(" in test_the_frames_are_the_innermost_ones_of_the_main_thread")
 
 
+def test_a_main_thread_without_frames_as_at_the_end_of_the_interpreter_has_none(monkeypatch):
+    monkeypatch.setattr(sys, "_current_frames", lambda: {})
+    assert innermost_frames() == ""
+
+
 def test_bytes_that_a_save_writes_are_counted_before_the_disk_has_them(tmp_path):
     before = bytes_written()
     (tmp_path / "model").write_bytes(bytes(3 * 2**20))

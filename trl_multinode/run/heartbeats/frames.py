@@ -21,7 +21,10 @@ def innermost_frames() -> str:
     The frames come from the interpreter, so the caller needs the interpreter lock: a rank whose main thread holds it
     for long keeps the frames that it wrote before.
     """
-    innermost = sys._current_frames()[threading.main_thread().ident or 0]
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    # it has none while the interpreter ends; `walk_stack` would walk this thread's instead
+    if innermost is None:
+        return ""
     frames = islice(traceback.walk_stack(innermost), NUM_FRAMES)
     return " < ".join(_named(frame) for frame, _ in frames)
 

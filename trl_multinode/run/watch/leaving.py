@@ -42,9 +42,8 @@ def leave(watch: "WatchThread", fatal: Fatal) -> None:
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(WRITING_S)
-    watch.printing.acquire(
-        timeout=PRINTING_S
-    )  # never released: a later traceback would follow the line
+    # never released: a later traceback would follow the line
+    watch.printing.acquire(timeout=PRINTING_S)
     report(f"the run failed: {fatal.line}", error=True)
     os._exit(fatal.code)
 
