@@ -52,7 +52,7 @@ def simulate(nodes: int, rows: int, across: str, **limits: int) -> dict[str, flo
     found = []
     for seed in range(SEEDS):
         drawn = lengths(nodes * RANKS, rows, seed)
-        reach = nodes * RANKS if across == "world" else RANKS
+        reach = [nodes * RANKS] if across == "world" else [RANKS] * nodes
         start = time.thread_time()
         plan = plan_micro_steps(drawn, reach, CAP, LINEAR, **limits)
         planning = time.thread_time() - start
@@ -62,7 +62,7 @@ def simulate(nodes: int, rows: int, across: str, **limits: int) -> dict[str, flo
         }
         found.append(figures(plan, nodes) | times)
     tracemalloc.start()
-    plan_micro_steps(drawn, reach, CAP, LINEAR, **limits).targets()
+    plan_micro_steps(drawn, reach, CAP, LINEAR, **limits)
     peak = tracemalloc.get_traced_memory()[1] / 1e6
     tracemalloc.stop()
     means = {
@@ -84,7 +84,7 @@ def exchange_seconds(plan: Plan, nodes: int, across: str) -> float:
         )
         records = {row: torch.zeros(int(sizes[row]), dtype=torch.int32) for row in own}
         start = time.thread_time()
-        exchange.move(records, sizes, plan.owners, plan.targets())
+        exchange.move(records, sizes, plan.owners, plan.targets)
         plan.bins(exchange.rank), plan.costs(), plan.slots()
         return time.thread_time() - start
 
@@ -102,13 +102,13 @@ def group_that_sends_nothing(ranks: int) -> Iterator[None]:
 
 def figures(plan: Plan, nodes: int) -> dict[str, float]:
     """Return what a plan is worth and what it moves."""
-    costs, crossing = plan.costs(), plan.targets() // RANKS != plan.owners // RANKS
+    costs, crossing = plan.costs(), plan.targets // RANKS != plan.owners // RANKS
     slowest = costs.max(axis=0).sum()
     return {
         "lock_step_efficiency": costs.sum() / (plan.ranks * slowest),
         "useful_share": cost(1, plan.lengths, LINEAR).sum() / (plan.ranks * slowest),
         "micro_steps": plan.micro_steps,
-        "pools": plan.order.shape[1],
+        "pools": plan.pools,
         "sent_mb_per_node": plan.lengths[crossing].sum() * ROW_BYTES / nodes / 1e6,
         "lengths_mb": len(plan.lengths) * 8 / 1e6,
     }

@@ -111,7 +111,7 @@ def run(rank: int, folder: Path) -> None:
     )
     count(rank)
     shard_gather, mesh = (
-        ShardGather(PER_NODE, torch.device("cpu")),
+        ShardGather(torch.device("cpu"), [PER_NODE] * (RANKS // PER_NODE)),
         init_device_mesh("cpu", (RANKS,)),
     )
     sources = {

@@ -127,7 +127,7 @@ class Bench:
             model_parameters=trainable,
             optimizer=torch.optim.SGD(trainable, lr=0.0),
         )
-        gather = ShardGather(RANKS, torch.device("cpu"))
+        gather = ShardGather(torch.device("cpu"), [RANKS])
         plans = {
             "adapter": (AdapterSource(base, dtype, gather), BUCKET_MIB << 20),
             "merged": (PeftSource(base, dtype, gather), BUCKET_MIB << 20),

@@ -70,7 +70,7 @@ def fixed_batch(nodes: int) -> dict[str, float]:
     """Plan a step of about `BATCH` rows, whatever the number of nodes."""
     rows = max(1, round(BATCH / (nodes * RANKS)))
     found: dict[str, float] = {"rows": rows}
-    for name, reach in (("node", RANKS), ("world", nodes * RANKS)):
+    for name, reach in (("node", [RANKS] * nodes), ("world", [nodes * RANKS])):
         plans = [
             plan_micro_steps(lengths(nodes * RANKS, rows, seed), reach, CAP, LINEAR)
             for seed in range(SEEDS)

@@ -141,7 +141,8 @@ class Arms:
 
     def __init__(self, model, engines, limit: int):
         self.engines = engines
-        node_first, world = ShardGather(RANKS_PER_NODE, CPU), ShardGather(1, CPU)
+        nodes = [RANKS_PER_NODE] * (dist.get_world_size() // RANKS_PER_NODE)
+        node_first, world = ShardGather(CPU, nodes), ShardGather(CPU)
         self.model, self.update = model, 0
         self.memory: dict[str, int] = {}  # by arm, bytes
         self.syncs = {

@@ -101,3 +101,9 @@ def on_gloo_ranks(
 
     with forked(joined, count, folder) as ranks:
         return [rank.result for rank in ranks]
+
+
+def even_nodes(per_node: int) -> list[int]:
+    """The ranks of each node of a world whose nodes are alike; of one node of one rank without a world."""
+    world = dist.get_world_size() if dist.is_initialized() else per_node
+    return [per_node] * (world // per_node)

@@ -33,7 +33,7 @@ VARIABLES = (
     "GPU_DEVICE_ORDINAL",
 )
 NODE = Topology(
-    rank=7, world_size=14, local_rank=0, ranks_per_node=7, node=1, num_nodes=2, launched=True
+    rank=7, world_size=14, local_rank=0, local_world_size=7, node=1, num_nodes=2, launched=True
 )
 
 

@@ -6,10 +6,12 @@ import subprocess
 import sys
 import threading
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from places import topology_on
 from refusals import refused
 
 from trl_multinode.call_checks import check_context, check_dataset
@@ -24,12 +26,12 @@ from trl_multinode.host.closing import Closing
 from trl_multinode.host.updates import Updates
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.run.endings.exit_codes import CONFIGURATION
-from trl_multinode.run.topology import EngineDevices, Topology
+from trl_multinode.run.topology import EngineDevices, NodeShape, Topology
 from trl_multinode.wire.stop_signals import PREEMPT_VARIABLE
 
 ONE_RESERVED = EngineDevices((("7",),), shared_with_training=False)
 NODE_1 = Topology(
-    rank=7, world_size=14, local_rank=0, ranks_per_node=7, node=1, num_nodes=2, launched=True
+    rank=7, world_size=14, local_rank=0, local_world_size=7, node=1, num_nodes=2, launched=True
 )
 
 
@@ -217,7 +219,8 @@ def test_an_engine_computes_prompts_while_all_its_rows_generate(chosen, rows, de
 def test_engines_of_all_nodes_have_different_seeds_and_their_own_gpus(tmp_path):
     two = EngineDevices((("6",), ("7",)), False)
     made = settings(tmp_path, two, seed=42)
-    assert [made.arguments(tmp_path, index)["seed"] for index in (0, 1)] == [44, 45]
+    made = replace(made, topology=topology_on([NodeShape(5, 3, 3), NodeShape(6, 2, 2)], rank=5))
+    assert [made.arguments(tmp_path, index)["seed"] for index in (0, 1)] == [45, 46]
     assert [made.environment(index)["CUDA_VISIBLE_DEVICES"] for index in (0, 1)] == ["6", "7"]
 
 

@@ -4,7 +4,7 @@ import pytest
 from refusals import refusal, refused
 
 from trl_multinode.run.gpu_variables import visible_devices
-from trl_multinode.run.topology import EngineDevices, Topology, assign_engines
+from trl_multinode.run.topology import EngineDevices, NodeShape, Topology, assign_engines, by_node
 
 
 def environment(rank: int, num_nodes: int, per_node: int) -> dict[str, str]:
@@ -42,7 +42,7 @@ def test_every_rank_of_a_launch_knows_its_place():
         (1, 1),
         (1, 2),
     ]
-    assert {(t.world_size, t.num_nodes, t.ranks_per_node, t.launched) for t in places} == {
+    assert {(t.world_size, t.num_nodes, t.local_world_size, t.launched) for t in places} == {
         (6, 2, 3, True)
     }
     assert [t.is_local_main for t in places] == [True, False, False] * 2
@@ -67,11 +67,21 @@ def test_a_launcher_that_does_not_say_how_many_ranks_a_node_has_is_refused():
         Topology.from_environment({"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "14"})
 
 
-@pytest.mark.fault("26")
-def test_nodes_with_different_numbers_of_processes_are_refused_with_the_numbers_and_the_cure():
-    environ = environment(0, 2, 3) | {"WORLD_SIZE": "5"}
-    with refused("num_processes", "trl-multinode check", got=3, expected=2.5, node=0):
-        Topology.from_environment(environ).check()
+def test_nodes_are_taken_to_be_alike_until_the_ranks_have_told_each_other():
+    """A node with 3 of 5 ranks on 2 nodes knows that they differ, and names no node of another rank."""
+    topology = Topology.from_environment(environment(0, 2, 3) | {"WORLD_SIZE": "5"})
+    assert topology.name_of(4) == "rank 4" and list(topology.local_ranks) == [0, 1, 2]
+    topology.learn({rank: NodeShape(3 if rank < 3 else 2) for rank in range(5)})
+    assert topology.name_of(4) == "rank 4 (node 1)" and topology.name_of(2) == "rank 2 (node 0)"
+    assert [list(topology.ranks_of(node)) for node in range(2)] == [[0, 1, 2], [3, 4]]
+    assert topology.num_devices == 5 + 2
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([7], "7"), ([7, 7], "7"), ([7, 8, 8, 8], "7, 3 x 8"), ([1, 2], "1, 2")]
+)
+def test_numbers_of_nodes_are_written_once_where_they_are_equal(numbers, text):
+    assert by_node(numbers) == text
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from .host import NodeHost
 from .node_settings import NodeSettings
 from .run.facts import Disagreement, Facts
 from .run.reporter import warn
+from .run.topology import NodeShape
 from .run.values import digest_of, flat, text_of
 from .run.versions import MUST_AGREE, local_versions, major_minor
 
@@ -72,6 +73,8 @@ MAY_DIFFER_BY_NODE = {
     "fsdp_config": "it may be a path of the node; what accelerate read of it is compared",
 }
 
+# fact that differs between nodes of other shapes, which is no error
+NODE = "shape of the node"
 # variables that accelerate makes of its config file
 LAUNCH_VARIABLES = (
     "ACCELERATE_MIXED_PRECISION",
@@ -106,7 +109,8 @@ CURE = (
 
 def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     """
-    Compare what the ranks were given. All ranks take part, through the store of the run.
+    Compare what the ranks were given, and learn the shapes of nodes that differ. All ranks take part, through the
+    store of the run.
 
     Args:
         host ([`NodeHost`]):
@@ -136,7 +140,18 @@ def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     facts.add(
         "`dtype` in `engine_kwargs`", NodeSettings.of(args).engine_kwargs.get("dtype", "auto")
     )
-    refuse(host.agreement.compare(facts))
+    topology = host.topology
+    facts.add(NODE, str(topology.nodes[topology.node]))
+    found = {one.name: one for one in host.agreement.compare(facts)}
+    if (of_nodes := found.pop(NODE, None)) is not None:
+        topology.learn(
+            {
+                rank: NodeShape.parse(text)
+                for text, ranks in of_nodes.values.items()
+                for rank in ranks
+            }
+        )
+    refuse(list(found.values()))
     warn_of(host, args)
     check_rows(host, args, call)
 

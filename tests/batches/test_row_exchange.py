@@ -1,11 +1,13 @@
 """Records reach their targets over two hops, and no rank has more peers than nodes and ranks of its node."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from forks import forked, on_gloo_ranks
-from refusals import refused
+from places import topology_on
 from test_batching import num_calls
 
 from trl_multinode.batches import row_exchange
@@ -16,26 +18,34 @@ CPU = torch.device("cpu")
 
 
 def topology(rank: int, nodes: int, per_node: int) -> Topology:
-    return Topology(
-        rank, nodes * per_node, rank % per_node, per_node, rank // per_node, nodes, launched=False
-    )
+    return topology_on([per_node] * nodes, rank)
 
 
 def record(row: int, size: int) -> torch.Tensor:
     return torch.full((size,), row, dtype=torch.int32)
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(3, 2), (1, 3), (3, 1)])
-def test_every_record_reaches_its_target_and_goes_back(nodes, per_node, tmp_path):
+@pytest.mark.parametrize(
+    ("nodes", "peers_of_rank"),
+    [
+        ([2, 2, 2], [[3, 2]] * 6),
+        ([3], [[3]] * 3),
+        ([1, 1, 1], [[3]] * 3),
+        ([2, 1], [[3, 2], [3, 2], [3]]),
+        ([2, 3], [[3, 2], [2, 2], [3, 3], [2, 3], [3, 3]]),
+    ],
+    ids=str,
+)
+def test_every_record_reaches_its_target_and_goes_back(nodes, peers_of_rank, tmp_path):
     """Rows of unequal sizes, one of no tokens; several rows, one or none between two ranks; rank 0 only receives."""
-    ranks, rows = nodes * per_node, 5
+    ranks, rows = sum(nodes), 5
     random = np.random.default_rng(0)
     sizes, sources = random.integers(0, 9, ranks * rows), np.repeat(np.arange(ranks), rows)
     targets = np.where(sources == 0, 0, random.integers(0, ranks, ranks * rows))
     peers: list[int] = []
 
     def body(rank: int) -> list:
-        exchange = RowExchange(topology(rank, nodes, per_node), "world", CPU)
+        exchange = RowExchange(topology_on(nodes, rank), "world", CPU)
         send = dist.all_to_all_single
 
         def spy(incoming, outgoing, in_sizes, out_sizes, group):
@@ -56,7 +66,7 @@ def test_every_record_reaches_its_target_and_goes_back(nodes, per_node, tmp_path
         home = np.flatnonzero((targets != rank) & (sources == rank))
         for found, expected in ((arrived, into), (back, home)):
             assert found == {str(row): record(row, sizes[row]).tolist() for row in expected}
-        assert seen == [count for count in (nodes, per_node) if count > 1] * 2
+        assert seen == peers_of_rank[rank] * 2
 
 
 def test_rows_that_stay_on_their_node_cross_no_network(tmp_path):
@@ -64,9 +74,10 @@ def test_rows_that_stay_on_their_node_cross_no_network(tmp_path):
         exchange = RowExchange(topology(rank, 2, 2), "node", CPU)
         sources, targets = np.arange(4), np.array([1, 0, 3, 2])
         arrived = exchange.move({rank: record(rank, 3)}, np.full(4, 3), sources, targets)
-        return [exchange.across, len(exchange._between._ranks), list(arrived)]
+        return [exchange.groups, len(exchange._between._ranks), list(arrived)]
 
-    assert on_gloo_ranks(body, 4, tmp_path) == [[2, 1, [1]], [2, 1, [0]], [2, 1, [3]], [2, 1, [2]]]
+    arrived = [[[2, 2], 1, [row]] for row in (1, 0, 3, 2)]
+    assert on_gloo_ranks(body, 4, tmp_path) == arrived
 
 
 def test_lengths_of_all_ranks_in_their_order(tmp_path):
@@ -77,21 +88,27 @@ def test_lengths_of_all_ranks_in_their_order(tmp_path):
     assert on_gloo_ranks(body, 3, tmp_path) == [[[[rank, 10], [rank, 20]] for rank in range(3)]] * 3
 
 
-def test_unequal_nodes_are_an_error_before_any_collective(tmp_path):
-    def body(rank: int) -> str:
-        """Two ranks on the first node, one on the second."""
-        mine = Topology(rank, 3, rank % 2, 2 if rank < 2 else 1, rank // 2, 2, launched=False)
-        with refused(
-            "num_processes",
-            "`num_processes`",
-            got=mine.ranks_per_node,
-            expected=1.5,
-            node=mine.node,
-        ):
-            RowExchange(mine, "world", CPU)
-        return "refused"
+def test_a_rank_without_node_mode_learns_of_uneven_nodes(tmp_path, monkeypatch):
+    """Two ranks on the first node, one on the second."""
+    places = [topology_on([2, 1], rank) for rank in range(3)]
 
-    assert on_gloo_ranks(body, 3, tmp_path) == ["refused"] * 3
+    def body(rank: int) -> list[int]:
+        names = (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "GROUP_RANK",
+            "GROUP_WORLD_SIZE",
+        )
+        mine = places[rank]
+        values = (rank, 3, mine.local_rank, mine.local_world_size, mine.node, 2)
+        os.environ |= {name: str(value) for name, value in zip(names, values, strict=True)}
+        found = row_exchange.topology_of_ranks(CPU)
+        assert found == mine
+        return [*found.first_ranks, *map(found.node_of, range(3))]
+
+    assert on_gloo_ranks(body, 3, tmp_path) == [[0, 2, 0, 0, 1]] * 3
 
 
 @pytest.mark.nightly  # a long simulation of the cost

@@ -5,6 +5,7 @@ import tracemalloc
 from types import SimpleNamespace
 
 import pytest
+from places import topology_on
 
 from trl_multinode import GRPOConfig
 from trl_multinode.reporting.history import KEPT_LOGS, LogHistory
@@ -12,7 +13,7 @@ from trl_multinode.reporting.record import HIDDEN, RunRecord, chosen, shown
 
 HOST = SimpleNamespace(
     rank=SimpleNamespace(phase_file=SimpleNamespace(attempt=3)),
-    topology=SimpleNamespace(num_nodes=2, ranks_per_node=7),
+    topology=topology_on([7, 7]),
     devices=SimpleNamespace(per_engine=(("7",),)),
 )
 TOKEN = "hf_" + "x" * 30

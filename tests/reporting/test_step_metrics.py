@@ -11,6 +11,7 @@ import pytest
 import torch
 from metric_names import documented, mine
 from peft import LoraConfig, get_peft_model
+from places import topology_on
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
 from trl_multinode.node_settings import NodeSettings
@@ -27,8 +28,11 @@ from trl_multinode.reporting.metrics import (
 from trl_multinode.reporting.steps import StepReport, count_tokens, gpu_memory
 from trl_multinode.rollouts.staleness import RoundSums, StalenessMeter, summarize_rounds
 from trl_multinode.run.phases import PHASES, Phases
+from trl_multinode.run.topology import NodeShape
 from trl_multinode.weights.timings import STAGES, SyncTimings, sync_metrics
 
+# one node with two training GPUs and two reserved ones
+TWO_RESERVED = topology_on([NodeShape(ranks=2, engines=2, reserved=2)])
 ROUNDS = RoundSums(*[1.0] * len(astuple(RoundSums())))
 
 
@@ -45,7 +49,7 @@ def rank(phases=(1.0, 20.0, 0.5, 15.0, 4.0), **step) -> RankNumbers:
 
 def test_seconds_are_per_step_and_the_slowest_node_is_named():
     ranks = [rank(), rank(), rank(phases=(1.0, 30.0, 0.5, 15.0, 0.0)), rank()]
-    found = step_metrics(ranks, steps=2, shape=RunShape(ranks_per_node=2, devices=6))
+    found = step_metrics(ranks, steps=2, shape=RunShape(topology_on([2, 2])))
     assert found["perf/step_s"] == 40.0 and found["perf/generate_s"] == (3 * 10 + 15) / 4
     assert (found["perf/generate_s/min"], found["perf/generate_s/max"]) == (10.0, 15.0)
     assert (found["perf/generate_s/slowest_node"], found["perf/sync_s/slowest_node"]) == (1.0, 0.0)
@@ -53,9 +57,19 @@ def test_seconds_are_per_step_and_the_slowest_node_is_named():
     assert found["node1/tokens"] == 1000.0 and found["node0/memory_gib"] == 60.0
 
 
+def test_nodes_of_different_sizes_have_their_own_ranks_and_devices():
+    ranks = [rank(), *[rank(phases=(1.0, 30.0, 0.5, 15.0, 0.0))] * 2]
+    nodes = topology_on([NodeShape(1, engines=3, reserved=3), NodeShape(2, engines=0, reserved=0)])
+    found = step_metrics(ranks, steps=1, shape=RunShape(nodes))
+    assert (found["node0/generate_s"], found["node1/generate_s"]) == (20.0, 30.0)
+    assert (found["node0/tokens"], found["node1/tokens"]) == (1000.0, 2000.0)
+    assert found["perf/generate_s/slowest_node"] == 1.0
+    assert found["perf/tokens_per_s_per_device"] == 3000.0 / 80.0 / 6
+
+
 def test_every_device_counts_also_the_reserved_ones():
     ranks = [rank(), rank()]
-    found = step_metrics(ranks, steps=1, shape=RunShape(ranks_per_node=2, devices=4, iterations=2))
+    found = step_metrics(ranks, steps=1, shape=RunShape(TWO_RESERVED, iterations=2))
     assert found["perf/tokens_per_s"] == 25.0 and found["perf/tokens_per_s_per_device"] == 6.25
     # trained on twice: counted once
     assert found["perf/valid_tokens_per_device_hour"] == 1200 / 2 / 4 / (80 / 3600)
@@ -65,7 +79,9 @@ def test_every_device_counts_also_the_reserved_ones():
 def test_one_node_has_no_series_per_node_and_what_no_rank_measured_is_left_out():
     without = rank(gpu_gib=math.nan, gpu_share=math.nan, tokens=0.0)
     found = step_metrics(
-        [without] * 2, steps=1, shape=RunShape(2, 3, flops=ModelFlops(1.0, 1.0), peak_flops=1.0)
+        [without] * 2,
+        steps=1,
+        shape=RunShape(TWO_RESERVED, flops=ModelFlops(1.0, 1.0), peak_flops=1.0),
     )
     assert not [name for name in found if name.startswith(("node", "memory/gpu"))]
     assert not [name for name in found if "tokens" in name or "mfu" in name]
@@ -74,7 +90,9 @@ def test_one_node_has_no_series_per_node_and_what_no_rank_measured_is_left_out()
 
 @pytest.mark.nightly
 def test_the_fullest_rank_is_found_although_another_one_measured_nothing():
-    found = step_metrics([rank(gpu_gib=math.nan), rank(gpu_gib=70.0)], 1, RunShape(1, 2))
+    found = step_metrics(
+        [rank(gpu_gib=math.nan), rank(gpu_gib=70.0)], 1, RunShape(topology_on([1, 1]))
+    )
     assert (found["memory/gpu_gib/max"], found["memory/gpu_gib/fullest_node"]) == (70.0, 1.0)
     assert "node1/memory_gib" in found
 
@@ -164,7 +182,7 @@ def test_the_peak_is_a_data_sheets_and_unknown_on_a_cpu():
 
 
 def test_mfu_is_the_share_of_the_training_devices_peak_in_phase_train():
-    shape = RunShape(ranks_per_node=2, devices=4, flops=ModelFlops(6e9, 1e4), peak_flops=1e12)
+    shape = RunShape(TWO_RESERVED, flops=ModelFlops(6e9, 1e4), peak_flops=1e12)
     found = step_metrics([rank(), rank()], steps=1, shape=shape)
     assert found["perf/mfu"] == pytest.approx((2000 * 6e9 + 2e5 * 1e4) / (2 * 15.0 * 1e12))
 
@@ -207,7 +225,7 @@ class OneRank:
 
 
 def report(accelerator: OneRank, per_engine=((), ()), **settings) -> StepReport:
-    topology = SimpleNamespace(ranks_per_node=2, num_nodes=2, rank=1)
+    topology = topology_on([NodeShape(2, 2, 2)] * 2, rank=1)
     devices = SimpleNamespace(per_engine=per_engine, shared_with_training=False)
     seconds = np.array([(3.0, 4.0, 3.0, 2.0), (1.0, 4.0, 1.0, 0.0)])
     clocks = SimpleNamespace(seconds=seconds, take_kv_use=lambda: 0.7)
@@ -264,7 +282,8 @@ def test_a_log_is_one_gather_and_has_all_of_it(monkeypatch):
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_the_advice_has_the_tail_that_the_engines_measured(capsys, in_flight):
     one = report(OneRank(), max_staleness=3 if in_flight else 1)
-    one.host.topology.rank, one.host.devices.per_engine = 0, (("6",), ("7",))
+    one.host.topology = topology_on([NodeShape(2, 2, 2)] * 2)
+    one.host.devices.per_engine = (("6",), ("7",))
     for step in (4, 5):
         one.host.updates.clocks.seconds = np.array(
             [(20.0 * step, 30.0 * step, 9.0, 10.0 * step)] * 2
@@ -333,11 +352,12 @@ def test_time_between_two_trainings_is_no_steps(monkeypatch):
 
 def logged(num_nodes: int = 2, ranks_per_node: int = 2) -> dict[str, float]:
     """All metrics that a run can log, but those that TRL's `_metrics` gets."""
-    shape = RunShape(ranks_per_node, 6, flops=ModelFlops(1.0, 1.0), peak_flops=1e12)
+    topology = topology_on([ranks_per_node] * num_nodes)
+    shape = RunShape(topology, flops=ModelFlops(1.0, 1.0), peak_flops=1e12)
     ranks = [rank()] * (num_nodes * ranks_per_node)
     found = step_metrics(ranks, 1, shape) | {"perf/eta_s": 1.0, "sync/host_device_mib": 1.0}
     found |= summarize_rounds([one.rounds for one in ranks], [1.0] * len(ranks))
-    return found | sync_metrics(SyncTimings(), [one.stages for one in ranks], ranks_per_node)
+    return found | sync_metrics(SyncTimings(), [one.stages for one in ranks], topology)
 
 
 @pytest.mark.nightly
@@ -360,9 +380,10 @@ def test_at_64_nodes_metrics_line_and_table_take_less_than_a_hundredth_of_a_10_s
 
 def report_of(num_nodes: int) -> None:
     ranks = [RankNumbers.of(row) for row in [[1.0] * NUM_NUMBERS] * (num_nodes * 7)]
-    logs = step_metrics(ranks, 1, RunShape(7, 8 * num_nodes))
+    topology = topology_on([7] * num_nodes)
+    logs = step_metrics(ranks, 1, RunShape(topology))
     logs |= summarize_rounds([one.rounds for one in ranks], [1.0] * len(ranks))
-    logs |= sync_metrics(SyncTimings(), [one.stages for one in ranks], 7)
+    logs |= sync_metrics(SyncTimings(), [one.stages for one in ranks], topology)
     step_line(logs, 1, 2)
     rendered(node_table(logs, 1))
 

@@ -2,15 +2,13 @@
 
 import pytest
 import torch
+from places import topology_on
 
-from trl_multinode.run.topology import EngineDevices, Topology
+from trl_multinode.run.topology import EngineDevices, NodeShape
 from trl_multinode.run.versions import local_versions
 from trl_multinode.saving.model_card import add_section, run_section
 
 pytestmark = pytest.mark.nightly  # a page for readers; e2e/test_pushes reads a pushed one
-TWO_NODES = Topology(
-    rank=0, world_size=14, local_rank=0, ranks_per_node=7, node=0, num_nodes=2, launched=True
-)
 LOGS = [
     {"step": 1, "num_tokens": 500.0, "step_time": 100.0},  # the warm-up
     {"step": 1, "eval_loss": 1.0},
@@ -30,16 +28,27 @@ def rows(section: str) -> dict[str, str]:
 def test_a_run_on_gpus_counts_training_and_reserved_ones(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
     devices = EngineDevices((("6",), ("7",)), shared_with_training=False)
-    table = rows(run_section(TWO_NODES, devices, LOGS))
+    table = rows(run_section(topology_on([NodeShape(7, 2, 2)] * 2), devices, LOGS))
     assert table["Training GPUs"] == "14 (7 per node, H100)"
     assert table["Reserved GPUs"] == "4 (2 per node)"
     assert table["Throughput"].startswith("160.0 tokens/s, 8.9 per device on 18 devices")
     shared = EngineDevices((("0",),), shared_with_training=True)
-    table = rows(run_section(TWO_NODES, shared, LOGS[:2]))
+    nodes = topology_on([NodeShape(7, 1, 0)] * 2)
+    table = rows(run_section(nodes, shared, LOGS[:2]))
     assert table["Reserved GPUs"] == "0 (0 per node; engines use training GPUs)"
     assert table["Throughput"].startswith("5.0 tokens/s") and "on 14 devices" in table["Throughput"]
-    assert rows(run_section(TWO_NODES, shared, []))["Throughput"].startswith("not logged yet")
+    assert rows(run_section(nodes, shared, []))["Throughput"].startswith("not logged yet")
     assert table["TRL"] == local_versions()["trl"]
+
+
+def test_nodes_that_differ_are_listed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    devices = EngineDevices((("7",),), shared_with_training=False)
+    nodes = topology_on([NodeShape(7, 1, 1), *[NodeShape(8, 0, 0)] * 3])
+    table = rows(run_section(nodes, devices, LOGS))
+    assert table["Training GPUs"] == "31 (7, 3 x 8 per node, H100)"
+    assert table["Reserved GPUs"] == "1 (1, 3 x 0 per node)"
+    assert table["vLLM engines"] == "1 (1, 3 x 0 per node)"
 
 
 @pytest.mark.parametrize("after", ["\n## Citations\n\nCite TRL as: ...\n", ""])

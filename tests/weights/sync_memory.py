@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from forks import on_gloo_ranks
+from forks import even_nodes, on_gloo_ranks
 from memory import MIB, peak_bytes
 from peft import LoraConfig, get_peft_model
 from served import Keeper, serving
@@ -93,7 +93,7 @@ def large(nodes: int, per_node: int, folder: Path) -> list:
     """Measure the sender with a tensor of 6 buckets, then with one of 24."""
 
     def body(rank: int) -> list[tuple[float, float]]:
-        gather, found = ShardGather(per_node, CPU), []
+        gather, found = ShardGather(CPU, even_nodes(per_node)), []
         for rows in (24, 96):
             source = ModuleSource(Large(rank, nodes * per_node, rows), torch.float32, gather)
             node = None if rank % per_node else folder / f"{rank}.{rows}"
@@ -107,7 +107,7 @@ def of_the_engines_dtype(kind: str, folder: Path) -> list:
     """Measure a trainer in float32 whose engine has bfloat16, as in TRL by default."""
 
     def body(rank: int) -> tuple[float, float]:
-        gather = ShardGather(2, CPU)
+        gather = ShardGather(CPU, even_nodes(2))
         if kind == "merged":
             source: ModuleSource = PeftSource(Merged(rank, 2), torch.bfloat16, gather)
         else:

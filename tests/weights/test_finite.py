@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from forks import on_gloo_ranks
+from forks import even_nodes, on_gloo_ranks
 from peft import LoraConfig, get_peft_model
 from served import Keeper, serving
 from test_weight_sync import Sharded
@@ -124,7 +124,9 @@ def test_no_engine_of_any_node_loads_a_bucket_if_one_shard_of_one_rank_has_a_nan
             ]
 
     def two_updates(model: Sharded, engines, rank: int) -> list:
-        sync = WeightSync(ModuleSource(model, torch.bfloat16, ShardGather(2, CPU)), engines, 700)
+        sync = WeightSync(
+            ModuleSource(model, torch.bfloat16, ShardGather(CPU, even_nodes(2))), engines, 700
+        )
         model.move_to(1)
         sync.run(WeightVersion(1, 1))
         model.move_to(2)
@@ -156,11 +158,11 @@ def test_the_rank_that_holds_the_nan_finds_it_before_a_sync_and_before_a_save(
 
     def body(rank: int) -> list[str]:
         model = tiny_qwen2()
-        source = ModuleSource(model, torch.float32, ShardGather(2, CPU))
+        source = ModuleSource(model, torch.float32, ShardGather(CPU, even_nodes(2)))
         _, step = prepare(kind, model)
         step(torch.randint(2, 300, (1, 32)))
         topology = Topology(
-            rank, 2, local_rank=rank, ranks_per_node=2, node=0, num_nodes=1, launched=True
+            rank, 2, local_rank=rank, local_world_size=2, node=0, num_nodes=1, launched=True
         )
         updates = Updates.__new__(Updates)
         updates._rank = SimpleNamespace(topology=topology, step=lambda: 1)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from forks import on_gloo_ranks
+from forks import even_nodes, on_gloo_ranks
 from memory import MIB
 from received import received
 from torch import nn
@@ -107,7 +107,7 @@ def equal(found: dict[str, torch.Tensor], model: nn.Module) -> bool:
 @pytest.mark.parametrize("limit", [100, 5000])
 def test_fsdp2_whose_rows_do_not_divide_and_plain_modules_send_the_same_bits(limit, tmp_path):
     def body(rank: int) -> list[bool]:
-        gather, mesh = ShardGather(2, CPU), init_device_mesh("cpu", (6,))
+        gather, mesh = ShardGather(CPU, even_nodes(2)), init_device_mesh("cpu", (6,))
         right = [
             rank % 2 == 1
             or equal(joined(ModuleSource(Model(60), torch.bfloat16, gather), limit), Model(60))
@@ -127,7 +127,7 @@ def test_fsdp2_whose_rows_do_not_divide_and_plain_modules_send_the_same_bits(lim
 def test_a_tensor_that_its_own_library_gathers_is_gathered_once_for_all_ranges(tmp_path):
     def body(rank: int) -> list:
         model, gathers = Model(40), []
-        source = ModuleSource(model, torch.bfloat16, ShardGather(2, CPU))
+        source = ModuleSource(model, torch.bfloat16, ShardGather(CPU, even_nodes(2)))
         fully_shard(
             model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
         )
@@ -183,7 +183,9 @@ def test_buckets_on_a_gpu_leave_room_for_the_copy_that_pytorch_makes_on_the_way_
     def body(rank: int) -> list[float]:
         devices = [torch.device(device) for device in ("cpu", "cuda")]
         return [
-            ShardGather(ranks, device).buckets_at_peak for ranks in (2, 1) for device in devices
+            ShardGather(device, even_nodes(ranks)).buckets_at_peak
+            for ranks in (2, 1)
+            for device in devices
         ]
 
     assert on_gloo_ranks(body, 4, tmp_path) == [[4.5, 5.5, 5.5, 6.5]] * 4

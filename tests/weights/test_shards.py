@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from forks import on_gloo_ranks
+from forks import even_nodes, on_gloo_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -35,19 +35,19 @@ def zero3_piece(tensor: torch.Tensor, rank: int, world: int) -> Shard:
     return Shard(padded[rank * elements : (rank + 1) * elements], elements, tuple(tensor.shape))
 
 
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("nodes", [[1], [3], [1, 1], [2, 2], [2, 2, 2]], ids=str)
 @pytest.mark.parametrize("travels_as", [torch.float32, torch.bfloat16])
 def test_pieces_of_all_ranks_are_the_tensor_on_every_local_main_process(
-    nodes, ranks_per_node, travels_as, tmp_path
+    nodes, travels_as, tmp_path
 ):
-    world = nodes * ranks_per_node
+    world, ranks_per_node = sum(nodes), nodes[0]
 
     def body(rank: int) -> list[bool] | None:
         counted = count_collectives()
-        gather = ShardGather(ranks_per_node, torch.device("cpu"))
+        gather = ShardGather(torch.device("cpu"), nodes)
         shards = [zero3_piece(tensor, rank, world) for tensor in full_tensors()]
         pieces = Gathering(gather, shards, [travels_as] * len(shards)).wait()
-        expected = [int(nodes > 1), int(ranks_per_node > 1)]
+        expected = [int(len(nodes) > 1), int(ranks_per_node > 1)]
         assert counted == expected == [gather.across, gather.within]
         if rank % ranks_per_node:
             assert all(piece.data.numel() == 0 for piece in pieces)
@@ -59,6 +59,41 @@ def test_pieces_of_all_ranks_are_the_tensor_on_every_local_main_process(
 
     for rank, equal in enumerate(on_gloo_ranks(body, world, tmp_path)):
         assert equal == (None if rank % ranks_per_node else [True] * len(SHAPES))
+
+
+@pytest.mark.parametrize("nodes", [[2, 1], [1, 2], [1, 3], [3, 2], [2, 3, 5], [1, 2, 2]], ids=str)
+def test_pieces_of_uneven_nodes_come_to_each_holder_in_the_order_of_the_ranks(nodes, tmp_path):
+    """Two buckets are in flight, as in a sync, and each rank of a node holds one of them in turn."""
+    world = sum(nodes)
+
+    def body(rank: int) -> list[list[bool]]:
+        gather = ShardGather(CPU, nodes)
+        tensors = [tensor + index for index in range(6) for tensor in full_tensors()]
+        parts = [zero3_piece(tensor, rank, world) for tensor in tensors]
+        buckets = [parts[i : i + len(SHAPES)] for i in range(0, len(parts), len(SHAPES))]
+        begun, held = [], []
+        for index, shards in enumerate(buckets):
+            holder = index % gather.ranks
+            begun.append((holder, Gathering(gather, shards, [torch.float32] * len(shards), holder)))
+            if len(begun) < 2 and index + 1 < len(buckets):
+                continue
+            held.append(found(gather, *begun.pop(0)))
+        held += [found(gather, *one) for one in begun]
+        for index, bucket in enumerate(held):
+            expected = tensors[index * len(SHAPES) : (index + 1) * len(SHAPES)]
+            assert not bucket or all(map(torch.equal, bucket, expected))
+        return [len(bucket) for bucket in held]
+
+    def found(gather: ShardGather, holder: int, gathering: Gathering) -> list[torch.Tensor]:
+        pieces = gathering.wait()
+        whole = [piece.copy() for piece in pieces] if gather.local_rank == holder else []
+        gathering.close()
+        return whole
+
+    counts = on_gloo_ranks(body, world, tmp_path)
+    places = [(local, count) for count in nodes for local in range(count)]
+    for (local, count), held in zip(places, counts, strict=True):
+        assert held == [len(SHAPES) * (index % count == local) for index in range(6)]
 
 
 def count_collectives() -> list[int]:
@@ -93,7 +128,9 @@ class Small(nn.Module):
 def test_fsdp2_shards_are_gathered_with_one_collective_and_as_full_tensor_would(world, tmp_path):
     def body(rank: int) -> list[bool]:
         model = Small()
-        source = ModuleSource(model, torch.float32, ShardGather(world, torch.device("cpu")))
+        source = ModuleSource(
+            model, torch.float32, ShardGather(torch.device("cpu"), even_nodes(world))
+        )
         # replaces the parameters that the source saw
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
         bucket = tuple(source.metadata())
@@ -125,7 +162,7 @@ def test_tensors_of_few_rows_are_spread_evenly_before_they_are_gathered(tmp_path
 
     def body(rank: int) -> list:
         gather, mesh, counted = (
-            ShardGather(2, CPU),
+            ShardGather(CPU, even_nodes(2)),
             init_device_mesh("cpu", (6,)),
             count_collectives(),
         )
@@ -225,7 +262,7 @@ def test_a_sharding_that_is_not_one_piece_a_rank_is_left_to_its_own_library(tmp_
 
 def test_an_empty_sharded_tensor_alone_in_its_bucket_is_gathered(tmp_path):
     def body(rank: int) -> bool:
-        gather = ShardGather(2, torch.device("cpu"))
+        gather = ShardGather(torch.device("cpu"), even_nodes(2))
         (pieces,) = Gathering(gather, [Shard(torch.empty(0), 0, (0, 5))], [torch.bfloat16]).wait()
         return rank > 0 or pieces.full().shape == (0, 5)
 
@@ -234,7 +271,7 @@ def test_an_empty_sharded_tensor_alone_in_its_bucket_is_gathered(tmp_path):
 
 def test_what_differs_between_ranks_is_seen_by_all(tmp_path):
     def body(rank: int) -> list:
-        gather = ShardGather(1, torch.device("cpu"))
+        gather = ShardGather(torch.device("cpu"))
         return [gather.extremes(7), gather.extremes(2**32 - 1 if rank else 3)]
 
     assert on_gloo_ranks(body, 2, tmp_path) == [[[7, 7], [3, 2**32 - 1]]] * 2

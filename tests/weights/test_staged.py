@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from forks import on_gloo_ranks
+from forks import even_nodes, on_gloo_ranks
 from peft import LoraConfig, get_peft_model
 from served import Keeper, digest, serving
 from torch import nn
@@ -187,7 +187,7 @@ def test_ranks_of_a_node_copy_by_turns_and_only_after_its_engines_have_loaded(
     nodes, ranks_per_node, updates = 2 if sharded else 1, 2, 3
 
     def body(rank: int) -> tuple[list[int], list[bool]]:
-        gather = ShardGather(ranks_per_node, torch.device("cpu"))
+        gather = ShardGather(torch.device("cpu"), even_nodes(ranks_per_node))
         main, others = gather.is_local_main, tmp_path / "others"
         model = tiny_qwen2()
         source = ModuleSource(model, torch.float32, gather)
@@ -296,7 +296,7 @@ def test_without_memory_for_all_buckets_two_slots_are_reserved_and_the_reason_is
     source = ModuleSource(tiny_qwen2(), torch.float32)
     buckets = WeightSync(source, None, LIMIT).buckets
     monkeypatch.setattr(ModuleSource, "buckets", lambda self, limit: buckets)
-    gather = ShardGather(1, torch.device("cpu"))
+    gather = ShardGather(torch.device("cpu"))
     reason = reserve_slots(
         SyncPlan(ModuleSource), tiny_qwen2(), torch.float32, gather, LIMIT, transport
     )

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 from checkpoint_source import CheckpointSource
-from forks import on_gloo_ranks
+from forks import even_nodes, on_gloo_ranks
+from places import topology_on
 from served import Keeper, digest, serving
 from torch import nn
 from waiting import HANG_S
@@ -114,7 +115,7 @@ def test_every_bit_arrives_in_every_engine_of_every_node_whatever_the_buckets(
     def body(rank: int) -> list[bool]:
         node, local_rank = divmod(rank, per_node)
         model = Sharded(rank, nodes * per_node)
-        source = ModuleSource(model, dtype, ShardGather(per_node, CPU))
+        source = ModuleSource(model, dtype, ShardGather(CPU, even_nodes(per_node)))
         if local_rank:
             return list(equal_after_each_update(model, source, None, node))
         backends = [
@@ -267,13 +268,13 @@ def test_the_log_has_the_slowest_rank_of_every_stage_and_its_node():
         num_bytes=4 * 10**9, num_buckets=7, collectives=(7, 5), version=WeightVersion(3, 2)
     )
     per_rank = [[float(10 * stage + rank) for stage in range(len(STAGES))] for rank in (1, 4, 2, 3)]
-    metrics = sync_metrics(sync, per_rank, ranks_per_node=2)
+    metrics = sync_metrics(sync, per_rank, topology_on([2, 2]))
     assert [metrics[f"sync/{name}"] for name in STAGES] == [4.0, 14.0, 24.0, 34.0, 44.0, 54.0, 64.0]
     assert (
         metrics["sync/slowest_node"] == 0
-        and sync_metrics(sync, per_rank[::-1], 2)["sync/slowest_node"] == 1
+        and sync_metrics(sync, per_rank[::-1], topology_on([2, 2]))["sync/slowest_node"] == 1
     )
-    assert sync_metrics(sync, per_rank, ranks_per_node=1)["sync/slowest_node"] == 1
+    assert sync_metrics(sync, per_rank, topology_on([1, 3]))["sync/slowest_node"] == 1
     assert metrics["sync/gb_per_s"] == 1.0 and metrics["sync/mib"] == pytest.approx(4e9 / 2**20)
     assert (
         metrics["sync/collectives"],
@@ -281,7 +282,10 @@ def test_the_log_has_the_slowest_rank_of_every_stage_and_its_node():
         metrics["sync/version"],
     ) == (8, 5, 3)
     # a run without a sync
-    assert sync_metrics(SyncTimings(), [[0.0] * len(STAGES)] * 2, 1)["sync/gb_per_s"] == 0.0
+    assert (
+        sync_metrics(SyncTimings(), [[0.0] * len(STAGES)] * 2, topology_on([1, 1]))["sync/gb_per_s"]
+        == 0.0
+    )
 
 
 def test_a_refused_beginning_is_heard_by_the_ranks_that_wait_for_it(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import partition_parameters
-from forks import on_gloo_ranks
+from forks import even_nodes, on_gloo_ranks
 from served import Keeper, digest, serving
 from torch import nn
 
@@ -54,7 +54,9 @@ class Run:
         self.parameters = dict(self.model.named_parameters())
         if frozen is not None:
             self.parameters[frozen].requires_grad_(False)
-        self._source = ModuleSource(self.model, torch.bfloat16, ShardGather(PER_NODE, CPU))
+        self._source = ModuleSource(
+            self.model, torch.bfloat16, ShardGather(CPU, even_nodes(PER_NODE))
+        )
         self._forward, self._step = sources.prepare(kind, self.model)
         self.counted = count_collectives()
 

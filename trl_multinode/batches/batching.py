@@ -8,11 +8,13 @@ a micro-step differ little.
 A plan of all rows of a large run would take seconds, so a large run has several pools and one plan for all of them.
 Rows are sorted by length and dealt to the pools in snake order (1 2 3, 3 2 1, 1 2 3, ...), so the sorted rows of the
 pools have almost the same lengths at each place. The plan is made for the longest row of each place, because in
-lock-step the other pools wait for it anyway. All numbers are integers, so every rank computes the same plan; the
-lengths are all that ranks have to exchange for it.
+lock-step the other pools wait for it anyway. Nodes with different numbers of ranks have pools of different sizes:
+those of one size are planned together, all with the same number of micro-steps. All numbers are integers, so every
+rank computes the same plan; the lengths are all that ranks have to exchange for it.
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,32 +35,28 @@ class Plan:
     """Assignment of rows to ranks and micro-steps. Rows are numbered across the ranks that hold them now.
 
     Args:
-        order (`np.ndarray` of shape `(places, pools)`):
-            Row numbers of each pool, the longest row first.
-        edges (`np.ndarray` of shape `(micro_steps, ranks of a pool + 1)`):
-            Places at which the bins of a micro-step begin and end; the same in every pool.
+        targets (`np.ndarray` of shape `(rows,)`):
+            Rank that runs each row.
+        steps (`np.ndarray` of shape `(rows,)`):
+            Micro-step in which it does.
         lengths (`np.ndarray` of shape `(rows,)`):
             Tokens of each row, rounded up to `pad_to_multiple_of`.
+        ranks (`int`), pools (`int`):
+            Number of ranks and of pools.
         linear (`int`):
             Argument `linear` of [`cost`].
     """
 
-    order: np.ndarray
-    edges: np.ndarray
+    targets: np.ndarray
+    steps: np.ndarray
     lengths: np.ndarray
+    ranks: int
+    pools: int
     linear: int
 
     @property
     def micro_steps(self) -> int:
-        return len(self.edges)
-
-    @property
-    def pool_ranks(self) -> int:
-        return self.edges.shape[1] - 1
-
-    @property
-    def ranks(self) -> int:
-        return self.order.shape[1] * self.pool_ranks
+        return int(self.steps.max()) + 1
 
     @property
     def owners(self) -> np.ndarray:
@@ -66,21 +64,11 @@ class Plan:
         return np.arange(len(self.lengths)) // (len(self.lengths) // self.ranks)
 
     def bins(self, rank: int) -> list[list[int]]:
-        """Return the row numbers of each micro-step of a rank."""
-        pool, member = divmod(rank, self.pool_ranks)
-        edges = self.edges[:, member : member + 2]
-        return [self.order[start:end, pool].tolist() for start, end in edges]
-
-    def targets(self) -> np.ndarray:
-        """Return the rank that runs each row, shape `(rows,)`."""
-        members = np.empty(len(self.order), dtype=np.int64)
-        for edges in self.edges:
-            rows = np.diff(edges)
-            members[edges[0] : edges[-1]] = np.repeat(np.arange(self.pool_ranks), rows)
-        pools = np.arange(self.order.shape[1])
-        targets = np.empty_like(self.lengths)
-        targets[self.order] = members[:, None] + pools * self.pool_ranks
-        return targets
+        """Return the row numbers of each micro-step of a rank, the longest row first."""
+        own = np.flatnonzero(self.targets == rank)
+        own = own[np.lexsort((own, -self.lengths[own], self.steps[own]))]
+        ends = np.searchsorted(self.steps[own], np.arange(1, self.micro_steps))
+        return [rows.tolist() for rows in np.split(own, ends)]
 
     def slots(self) -> np.ndarray:
         """Return rows x padded length of every bin, shape `(ranks, micro_steps)`."""
@@ -92,13 +80,12 @@ class Plan:
         return cost(*self._shapes(), self.linear)
 
     def _shapes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows and the width of every bin. A bin's first row is its longest."""
-        pools = self.order.shape[1]
-        rows = np.tile(np.diff(self.edges).T, (pools, 1))
-        first_rows = self.order[self.edges[:, :-1]]
-        widths = self.lengths[first_rows]  # (micro_steps, ranks of a pool, pools)
-        by_rank = widths.transpose(2, 1, 0)
-        return rows, by_rank.reshape(self.ranks, self.micro_steps)
+        """Return the rows and the width of every bin."""
+        shape = self.ranks, self.micro_steps
+        bins = self.targets * self.micro_steps + self.steps
+        widths = np.zeros(shape, dtype=np.int64)
+        np.maximum.at(widths.reshape(-1), bins, self.lengths)
+        return np.bincount(bins, minlength=widths.size).reshape(shape), widths
 
 
 def cost(rows: int | np.ndarray, width: int | np.ndarray, linear: int) -> Any:
@@ -113,7 +100,7 @@ def cost(rows: int | np.ndarray, width: int | np.ndarray, linear: int) -> Any:
 
 def plan_micro_steps(
     lengths: np.ndarray,
-    across: int,
+    groups: Sequence[int],
     cap: int,
     linear: int,
     pool_rows: int = POOL_ROWS,
@@ -124,9 +111,9 @@ def plan_micro_steps(
     Args:
         lengths (`np.ndarray` of shape `(ranks, rows)`):
             Tokens of each row, by the rank that holds it. No row may be longer than `cap`.
-        across (`int`):
-            Number of neighbouring ranks between which rows may move, a divisor of the number of ranks: all of them,
-            or the ranks of a node.
+        groups (`Sequence[int]`):
+            Ranks of each group of neighbouring ranks between which rows may move: one group of all of them, or a group
+            per node.
         cap (`int`):
             Largest rows x padded length of a bin.
         linear (`int`):
@@ -136,14 +123,41 @@ def plan_micro_steps(
     """
     ranks, rows = lengths.shape
     flat = lengths.reshape(-1).astype(np.int64)
-    most = max(1, min(across, pool_ranks, pool_rows // rows))
-    size = max(size for size in range(1, most + 1) if across % size == 0)
-    parts = flat.reshape(ranks // across, -1)
-    order = deal(parts, across // size)
-    longest = flat[order].max(axis=1)
+    starts = np.cumsum([0, *groups[:-1]])  # first rank of each group
+    sizes = sorted(set(groups))
+    parts = []
+    for size in sizes:
+        most = max(1, min(size, pool_ranks, pool_rows // rows))
+        in_pool = max(count for count in range(1, most + 1) if size % count == 0)
+        firsts = starts[np.equal(groups, size)]
+        numbers = firsts[:, None] * rows + np.arange(size * rows)
+        order = numbers.reshape(-1)[deal(flat[numbers], size // in_pool)]
+        # first rank of each pool
+        pools = (firsts[:, None] + np.arange(0, size, in_pool)).reshape(-1)
+        cuts = Cuts(flat[order].max(axis=1), in_pool, cap, linear)
+        parts.append((order, pools, cuts))
+    counts = common_counts([cuts for *_, cuts in parts])
     overhead = cap * linear // OVERHEAD
-    edges = Cuts(longest, size, cap, linear).cheapest(overhead)
-    return Plan(order, edges, flat, linear)
+    curve = np.max([cuts.curve(counts[-1]) for *_, cuts in parts], axis=0)[counts]
+    count = counts[int((curve + overhead * np.array(counts)).argmin())]
+    targets, steps = np.empty_like(flat), np.empty_like(flat)
+    for order, pools, cuts in parts:
+        for step, edges in enumerate(cuts.cut(count)):
+            members = np.repeat(np.arange(cuts.ranks), np.diff(edges))
+            placed = order[edges[0] : edges[-1]]
+            targets[placed] = members[:, None] + pools
+            steps[placed] = step
+    num_pools = sum(len(pools) for _, pools, _ in parts)
+    return Plan(targets, steps, flat, ranks, num_pools, linear)
+
+
+def common_counts(parts: Sequence["Cuts"]) -> range:
+    """Return the numbers of micro-steps to choose from, which are possible in all parts."""
+    fewest = max(cuts.count_fewest() for cuts in parts)
+    possible = parts[0].possible  # rows of a rank
+    # one row per bin is possible in every part, which a number below may not be
+    most = possible if len(parts) > 1 else max(fewest, min(possible, MORE_STEPS * fewest))
+    return range(fewest, most + 1)
 
 
 def deal(lengths: np.ndarray, pools: int) -> np.ndarray:
@@ -183,7 +197,7 @@ class Cuts:
     """
 
     def __init__(self, lengths: np.ndarray, ranks: int, cap: int, linear: int):
-        self._ranks = ranks
+        self.ranks = ranks
         self._cap = cap
         self._linear = linear
         self._lengths = lengths
@@ -199,12 +213,12 @@ class Cuts:
         """
         n, units = len(self._lengths), self._units
         full_bin = self._cap * (self._linear + self._lengths)
-        share_of_a_rank = units.sum() // self._ranks + units
+        share_of_a_rank = units.sum() // self.ranks + units
         largest = np.minimum(full_bin, share_of_a_rank)
         budgets = largest[:, None] * np.arange(BUDGETS + 1) // BUDGETS
         position = np.broadcast_to(np.arange(n)[:, None], budgets.shape)
         costs = np.zeros(budgets.shape, dtype=np.int64)
-        for later_ranks in reversed(range(self._ranks)):
+        for later_ranks in reversed(range(self.ranks)):
             at = np.minimum(position, n - 1)
             unit = units[at]
             rows = np.maximum(1, budgets // unit)
@@ -215,25 +229,27 @@ class Cuts:
             costs = np.maximum(costs, of_bin)
             position = position + rows
         left = n - position
-        too_few = (left > 0) & (left < self._ranks)
+        too_few = (left > 0) & (left < self.ranks)
         return position, np.where(too_few, NEVER, costs)
 
-    def cheapest(self, overhead: int) -> np.ndarray:
-        """Return the bin edges of the cheapest micro-steps, the most expensive one first: `(micro_steps, ranks + 1)`.
+    @property
+    def possible(self) -> int:
+        """Most micro-steps: those of one row per rank."""
+        return len(self._lengths) // self.ranks
+
+    def cut(self, count: int) -> np.ndarray:
+        """Return the bin edges of the cheapest `count` micro-steps, the most expensive one first.
 
         Args:
-            overhead (`int`):
-                Fixed cost of each micro-step.
+            count (`int`):
+                Number of micro-steps, at most the argument of the last call of `curve`.
+
+        Returns:
+            `np.ndarray` of shape `(micro_steps, ranks + 1)`.
         """
-        fewest = self._count_fewest()
-        possible = len(self._lengths) // self._ranks
-        most = max(fewest, min(possible, MORE_STEPS * fewest))
-        curve, choice = self._curve(most)
-        total = curve + overhead * np.arange(most + 1)
-        count = fewest + int(total[fewest:].argmin())
         found, start = [], 0
         for left in range(count, 0, -1):
-            budget = choice[start, left]
+            budget = self._choice[start, left]
             end = int(self._edges[start, budget])
             largest = int(self._costs[start, budget])
             found.append(self._even(start, end, largest))
@@ -243,7 +259,7 @@ class Cuts:
         costs = of_bins.max(axis=1)
         return edges[np.argsort(-costs, kind="stable")]
 
-    def _count_fewest(self) -> int:
+    def count_fewest(self) -> int:
         """Return the fewest micro-steps of any candidate cut: follow all candidates from the first row."""
         possible = self._costs < NEVER
         reached, steps = np.array([0]), 0
@@ -253,8 +269,8 @@ class Cuts:
             steps += 1
         return steps
 
-    def _curve(self, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the least cost of exactly k micro-steps for k = 0 to `most`, and the budget to take at `[row, k]`.
+    def curve(self, most: int) -> np.ndarray:
+        """Return the least cost of exactly k micro-steps for k = 0 to `most`.
 
         Dynamic programming from the last row.
         """
@@ -266,7 +282,8 @@ class Cuts:
             total = self._costs[i, :, None] + best[self._edges[i], :-1]
             choice[i, 1:] = total.argmin(axis=0)
             best[i, 1:] = np.minimum(total.min(axis=0), NEVER)
-        return best[0], choice
+        self._choice = choice  # the budget to take at `[row, k]`
+        return best[0]
 
     def _even(self, start: int, end: int, budget: int) -> list[int]:
         """Return the bin edges of the rows from `start` to `end`, with the smallest budget that fits them all."""
@@ -276,7 +293,7 @@ class Cuts:
 
         def edges(budget: int) -> list[int]:
             found = [0]
-            for later_ranks in reversed(range(self._ranks)):
+            for later_ranks in reversed(range(self.ranks)):
                 at = found[-1]
                 left = count - at - later_ranks
                 rows = min(fits[at], max(1, budget // units[at]), left)

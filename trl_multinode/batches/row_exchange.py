@@ -2,14 +2,28 @@
 
 A row goes to another node by way of the rank with its owner's local rank, and from there to its target. A rank's peers
 are thus one rank of each other node and the ranks of its own node: 133 on 128 nodes with 7 ranks. A single collective
-of all ranks would in time connect every rank to all 895 others, and NCCL holds GPU memory for every connection.
+of all ranks would in time connect every rank to all 895 others, and NCCL holds GPU memory for every connection. Where
+the smallest node has fewer ranks, those with the same local rank modulo its number are peers.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..run.topology import Topology
+from ..run.topology import NodeShape, Topology
+
+
+def topology_of_ranks(device: torch.device) -> Topology:
+    """Return the topology of a rank without node mode. A collective of all ranks if there are several nodes."""
+    topology = Topology.from_environment()
+    if topology.num_nodes > 1 and dist.is_initialized():
+        mine = torch.tensor([topology.local_world_size], device=device)
+        every = mine.new_empty(topology.world_size)
+        dist.all_gather_into_tensor(every, mine)
+        topology.learn({rank: NodeShape(count) for rank, count in enumerate(every.tolist())})
+    return topology
 
 
 class RowExchange:
@@ -22,27 +36,26 @@ class RowExchange:
             Ranks between which rows move: `"node"` for those of one node, `"world"` for all ranks.
         device (`torch.device`):
             Device of the rows; the process group's backend must be able to send from it.
-
-    Raises:
-        `ConfigurationError`: if the nodes have different numbers of ranks.
     """
 
     def __init__(self, topology: Topology, across: str, device: torch.device):
         self._distributed = dist.is_available() and dist.is_initialized()
-        self.rank, world = 0, 1
+        self.rank, nodes = 0, [1]
         if self._distributed:
-            topology.check()
-            self.rank, world = dist.get_rank(), dist.get_world_size()
-        self._per_node = min(topology.ranks_per_node, world)
-        nodes = np.arange(world).reshape(-1, self._per_node)
+            self.rank, nodes = dist.get_rank(), [node.ranks for node in topology.nodes]
+        world, fewest = sum(nodes), min(nodes)
+        first = np.cumsum([0, *nodes[:-1]])
+        self._node = np.repeat(np.arange(len(nodes)), nodes)  # of each rank
+        self._first = first[self._node]  # first rank of its node
+        # local rank of the ranks through which each one sends to other nodes
+        self._channel = (np.arange(world) - self._first) % fewest
+        peers = [np.array([rank]) for rank in range(world)]
+        self.groups = nodes  # ranks of each group between which rows move
         if across == "world":
-            self.across = world  # ranks between which rows move
-            peers = nodes.T
-        else:
-            self.across = self._per_node
-            peers = np.arange(world)[:, None]
+            self.groups = [world]
+            peers = [np.flatnonzero(self._channel == channel) for channel in range(fewest)]
         self._between = Hop(peers, self.rank, device)
-        self._within = Hop(nodes, self.rank, device)
+        self._within = Hop(np.split(np.arange(world), first[1:]), self.rank, device)
         # sums over all ranks since `take_moved`; the second between nodes only
         self._moved_bytes, self._crossed_bytes = 0, 0
 
@@ -79,9 +92,10 @@ class RowExchange:
                 Length of each row's record, the rank that holds it, and the rank that receives it; the same on every
                 rank.
         """
-        first_of_node = targets - targets % self._per_node
-        via = first_of_node + sources % self._per_node
-        crosses = sources // self._per_node != targets // self._per_node
+        via = self._first[targets] + self._channel[sources]
+        crosses = self._node[sources] != self._node[targets]
+        # a row that stays on its node does not take the first hop
+        via[~crosses] = sources[~crosses]
         self._moved_bytes += 4 * int(sizes[sources != targets].sum())
         self._crossed_bytes += 4 * int(sizes[crosses].sum())
         held = records | self._between.move(records, sizes, sources, via)
@@ -100,7 +114,7 @@ class Hop:
     """One step of the exchange: every rank sends to the ranks of its group. All ranks build it at the same point.
 
     Args:
-        groups (`np.ndarray` of shape `(groups, ranks of a group)`):
+        groups (`Sequence[np.ndarray]`):
             Ranks of each group, ascending; every rank is in one group.
         rank (`int`):
             This rank.
@@ -108,14 +122,14 @@ class Hop:
             Device of the records.
     """
 
-    def __init__(self, groups: np.ndarray, rank: int, device: torch.device):
-        index = int((groups == rank).any(axis=1).argmax())
+    def __init__(self, groups: Sequence[np.ndarray], rank: int, device: torch.device):
+        index = next(index for index, ranks in enumerate(groups) if rank in ranks)
         self._rank = rank
         self._device = device
         self._ranks = groups[index]
         self._group = None
-        # one group is the default group, and a group of one rank needs no communication
-        if len(groups) > 1 and len(self._ranks) > 1:
+        # one group is the default group, and groups of one rank need no communication
+        if len(groups) > 1 and max(map(len, groups)) > 1:
             self._group = [dist.new_group(ranks.tolist()) for ranks in groups][index]
 
     def move(

@@ -7,10 +7,9 @@ import torch
 
 from ..errors import ConfigurationError
 from ..node_settings import NodeSettings
-from ..run.topology import Topology
 from .batching import Plan, plan_micro_steps
 from .layouts import PER_TOKEN, Row, cut_rows, lengths, record_to_row, row_to_record
-from .row_exchange import RowExchange
+from .row_exchange import RowExchange, topology_of_ranks
 
 Tensors = dict[str, torch.Tensor]
 
@@ -29,7 +28,7 @@ class Share:
 
     def __init__(self, plan: Plan, sizes: np.ndarray, rank: int, inputs: Tensors):
         self.plan, self.sizes = plan, sizes
-        self.owners, self.targets = plan.owners, plan.targets()
+        self.owners, self.targets = plan.owners, plan.targets
         # rows that this rank holds before the exchange
         self.own = np.flatnonzero(self.owners == rank).tolist()
         self.scalars = {
@@ -52,10 +51,10 @@ class RowDealer:
         assert settings.micro_batch_tokens is not None
         self._cap = settings.micro_batch_tokens
         self._longest_completion = trainer.args.max_completion_length
-        self._topology = Topology.from_environment()
-        self.exchange = RowExchange(
-            self._topology, settings.balance_across, trainer.accelerator.device
-        )
+        device = trainer.accelerator.device
+        host = getattr(trainer, "host", None)
+        self._topology = topology_of_ranks(device) if host is None else host.topology
+        self.exchange = RowExchange(self._topology, settings.balance_across, device)
         self._linear = 6 * trainer.model.config.get_text_config().hidden_size
         self._multiple = trainer.pad_to_multiple_of or 1
         per_sequence = trainer.vllm_importance_sampling_mode.startswith("sequence_")
@@ -109,7 +108,7 @@ class RowDealer:
         """Plan rows of these lengths. The passes of the old and the reference log-probs share a plan."""
         if not np.array_equal(self._planned_lengths, padded):
             self._last_plan = plan_micro_steps(
-                padded, self.exchange.across, self._cap, self._linear
+                padded, self.exchange.groups, self._cap, self._linear
             )
             self._planned_lengths = padded
         return self._last_plan

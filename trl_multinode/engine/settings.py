@@ -84,7 +84,7 @@ class EngineSettings:
         # one round is begun while `max_staleness` are; if an update waits for running rows, only one round is running
         rounds = self.settings.max_staleness + 1 if self.settings.in_flight else 1
         per_engine = -(
-            -rounds * rows * self.topology.ranks_per_node // len(self.devices.per_engine)
+            -rounds * rows * self.topology.local_world_size // len(self.devices.per_engine)
         )
         return min(max(8, per_engine), MAX_ROWS)
 
@@ -93,7 +93,7 @@ class EngineSettings:
         """Rows that one rank keeps in flight per engine if there are several; one engine gets all rows at once."""
         if len(self.devices.per_engine) == 1:
             return sys.maxsize
-        return max(2, int(self.max_num_seqs * WINDOW_SHARE) // self.topology.ranks_per_node)
+        return max(2, int(self.max_num_seqs * WINDOW_SHARE) // self.topology.local_world_size)
 
     @property
     def open_window(self) -> int:
@@ -103,10 +103,11 @@ class EngineSettings:
         check of log-probs then do not wait for rows of open rounds, which may take many steps.
         """
         rounds = max(1, self.settings.max_staleness)
-        return max(1, self.max_num_seqs * rounds // (rounds + 1) // self.topology.ranks_per_node)
+        return max(1, self.max_num_seqs * rounds // (rounds + 1) // self.topology.local_world_size)
 
     def arguments(self, model_folder: Path, index: int) -> dict:
         """Return the keywords of vLLM's `EngineArgs` for engine `index`."""
+        earlier = self.topology.nodes[: self.topology.node]
         args = {
             "model": str(model_folder),
             "tensor_parallel_size": self.settings.vllm_tensor_parallel_size,
@@ -115,7 +116,7 @@ class EngineSettings:
             "model_impl": self.keywords.get("model_impl", "auto"),
             "trust_remote_code": self.keywords.get("trust_remote_code", False),
             # without per-row seeds, engines with the same seed would repeat each other's completions
-            "seed": self.settings.seed + self.topology.node * len(self.devices.per_engine) + index,
+            "seed": self.settings.seed + sum(node.engines for node in earlier) + index,
         }
         # never vLLM's "auto", which looks at the model only
         dtype = {"dtype": str(self.dtype).removeprefix("torch.")}

@@ -18,7 +18,7 @@ from ..run.phase_file import PhaseFile
 from ..run.phases import Phases
 from ..run.reporter import report, warn
 from ..run.store import connect_store
-from ..run.topology import EngineDevices, Topology, assign_engines, idle_gpus
+from ..run.topology import EngineDevices, Topology, assign_engines, idle_gpus, shape_of
 from ..run.watch.watchdog import Watchdog
 from ..weights.transport import choose, machine_of
 from ..wire.stop_signals import check_preempt_signal
@@ -44,6 +44,8 @@ class RankContext:
         self.phase_file = PhaseFile(self.folder / "phases", self.topology.rank, self.topology.node)
         self.phases = Phases(self.phase_file)
         self.watch = Watchdog(self.topology, lambda: self.phases.current)
+        # that of the watch thread, so that both learn of nodes that differ
+        self.topology = self.watch.topology
         self.watch.closings.append(self.phase_file.flush)
         self.watch.explain = partial(as_disk_error, folders=written_folders(args.output_dir))
         self._trainer: Callable[[], Any] = lambda: None
@@ -52,13 +54,13 @@ class RankContext:
             begin_run(self.watch, self.folder, self.step, self.settings.engine_start_timeout)
             self.store = connect_store(self.topology, self.watch.run)
             self.devices = self._check()
+            self.topology.assume(shape_of(self.topology, self.devices))
             if self.topology.is_local_main and (idle := idle_gpus(self.devices)):
                 warn(f"node {self.topology.node}: {idle}")
             self.transport = choose(self.settings.weight_transport, machine_of(self.devices))
             self.watch.watch_local_ranks(self.store)
 
     def _check(self) -> EngineDevices:
-        self.topology.check()
         check_preempt_signal()
         check_vllm()
         num_gpus = 0

@@ -117,7 +117,7 @@ class Updates:
         self.dtype = engine_settings.dtype
         bucket_bytes = int(settings.sync_bucket_mb * 2**20)
         transport = self._transport(engine_settings.see_sender)
-        gather = ShardGather(rank.topology.ranks_per_node, rank.args.device)
+        gather = ShardGather(rank.args.device, [node.ranks for node in rank.topology.nodes])
         transport.staged = stages(plan, transport, bool(settings.max_staleness))
         reason = None
         if rank.topology.is_local_main:

@@ -111,7 +111,7 @@ def training_rows(trainer: Any, prompt: int, completion: int) -> list[Rows]:
     if cap is None or balance is None:
         return [Rows(args.per_device_train_batch_size, prompt, completion)]
     of_a_rank = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    most = of_a_rank * balance.dealer.exchange.across
+    most = of_a_rank * max(balance.dealer.exchange.groups)
     return micro_batches(prompt, completion, cap, trainer.pad_to_multiple_of or 1, most)
 
 

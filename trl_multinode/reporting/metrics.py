@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 from ..rollouts.staleness import NUM_SUMS, RoundSums
 from ..run.phases import PHASES
+from ..run.topology import Topology
 from ..weights.timings import STAGES
 from .flops import ModelFlops
 
@@ -55,8 +56,7 @@ class RankNumbers:
 class RunShape:
     """Constants of a run that the metrics need."""
 
-    ranks_per_node: int
-    devices: int  # of all nodes: training and reserved ones
+    topology: Topology
     iterations: int = 1  # `num_iterations`: times that a completion is trained on
     flops: ModelFlops | None = None
     peak_flops: float | None = None  # of one device
@@ -73,17 +73,14 @@ def step_metrics(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dict[
         shape (`RunShape`):
             Constants of the run.
     """
+    topology = shape.topology
     metrics = _phase_metrics(ranks, steps, shape) | _throughput(ranks, steps, shape)
-    metrics |= _largest(
-        "memory/gpu_gib", [rank.step.gpu_gib for rank in ranks], shape.ranks_per_node
-    )
+    metrics |= _largest("memory/gpu_gib", [rank.step.gpu_gib for rank in ranks], topology)
     metrics |= _largest("memory/gpu_share", [rank.step.gpu_share for rank in ranks])
-    metrics |= _largest(
-        "memory/host_gib", [rank.step.host_gib for rank in ranks], shape.ranks_per_node
-    )
-    if len(ranks) > shape.ranks_per_node:
-        for node, start in enumerate(range(0, len(ranks), shape.ranks_per_node)):
-            of_node = _node_metrics(ranks[start : start + shape.ranks_per_node], steps)
+    metrics |= _largest("memory/host_gib", [rank.step.host_gib for rank in ranks], topology)
+    if topology.num_nodes > 1:
+        for node in range(topology.num_nodes):
+            of_node = _node_metrics([ranks[rank] for rank in topology.ranks_of(node)], steps)
             metrics |= {f"node{node}/{name}": value for name, value in of_node.items()}
     return metrics
 
@@ -97,22 +94,22 @@ def _phase_metrics(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dic
             f"perf/{name}_s/min": min(seconds),
             f"perf/{name}_s/max": max(seconds),
             f"perf/{name}_s/slowest_node": float(
-                seconds.index(max(seconds)) // shape.ranks_per_node
+                shape.topology.node_of(seconds.index(max(seconds)))
             ),
         }
     return metrics
 
 
 def _throughput(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dict[str, float]:
-    wall = max(rank.step.wall_s for rank in ranks)
+    wall, devices = max(rank.step.wall_s for rank in ranks), shape.topology.num_devices
     tokens = sum(rank.step.tokens for rank in ranks)
     if not (wall and tokens):  # a trainer whose batches have no masks
         return {}
     trained = sum(rank.step.trained_tokens for rank in ranks) / shape.iterations
     metrics = {
         "perf/tokens_per_s": tokens / wall,
-        "perf/tokens_per_s_per_device": tokens / wall / shape.devices,
-        "perf/valid_tokens_per_device_hour": trained / wall / shape.devices * SECONDS_PER_HOUR,
+        "perf/tokens_per_s_per_device": tokens / wall / devices,
+        "perf/valid_tokens_per_device_hour": trained / wall / devices * SECONDS_PER_HOUR,
     }
     return metrics | _utilization(ranks, tokens, shape)
 
@@ -125,14 +122,14 @@ def _utilization(ranks: list[RankNumbers], tokens: float, shape: RunShape) -> di
     return {"perf/mfu": flops / (train_s * shape.peak_flops)}
 
 
-def _largest(name: str, values: list[float], ranks_per_node: int | None = None) -> dict[str, float]:
+def _largest(name: str, values: list[float], topology: Topology | None = None) -> dict[str, float]:
     """Return the largest value of any rank, and its node on request; nothing if no rank measured it."""
     measured = [value for value in values if not math.isnan(value)]
     if not measured:
         return {}
     largest = {f"{name}/max": max(measured)}
-    if ranks_per_node is not None:
-        largest[f"{name}/fullest_node"] = float(values.index(max(measured)) // ranks_per_node)
+    if topology is not None:
+        largest[f"{name}/fullest_node"] = float(topology.node_of(values.index(max(measured))))
     return largest
 
 

@@ -12,7 +12,6 @@ from ..rollouts.generation import NodeGeneration
 from ..rollouts.staleness import StalenessMeter, summarize_rounds
 from ..run.reporter import report
 from ..run.splits import StepTimes, split_advice
-from ..run.topology import reserved_per_node
 from ..weights.timings import SyncTimings, sync_metrics
 from .flops import model_flops, peak_flops
 from .metrics import RankNumbers, RunShape, StepSums, step_metrics
@@ -56,11 +55,8 @@ class StepReport:
         self._timed = (0.0, 0)
         # each of them until the advice, which sets this to `None`
         self._intervals: list[StepTimes] | None = []
-        topology = host.topology
         self._shape = RunShape(
-            ranks_per_node=topology.ranks_per_node,
-            devices=topology.num_nodes
-            * (topology.ranks_per_node + reserved_per_node(host.devices)),
+            host.topology,
             iterations=iterations,
             flops=model_flops(model),
             peak_flops=peak_flops(host.settings, accelerator.device),
@@ -120,7 +116,7 @@ class StepReport:
             **step_metrics(ranks, steps, self._shape),
             **self._eta(ranks, steps, steps_left),
             **summarize_rounds([rank.rounds for rank in ranks], idle),
-            **sync_metrics(sync, [rank.stages for rank in ranks], self._shape.ranks_per_node),
+            **sync_metrics(sync, [rank.stages for rank in ranks], host.topology),
             **self._host_device_traffic(sync),
         }
 
@@ -164,8 +160,8 @@ class StepReport:
         if host.topology.rank == 0:
             times = StepTimes(*map(fmean, zip(*map(astuple, rows), strict=True)))
             ahead, in_flight = host.settings.max_staleness > 0, host.settings.in_flight
-            training, reserved = host.topology.ranks_per_node, reserved_per_node(host.devices)
-            report(split_advice(times, training, reserved, ahead, in_flight))
+            shape = host.topology.nodes[0]
+            report(split_advice(times, shape.ranks, shape.reserved, ahead, in_flight))
 
     def _step_times(self, ranks: list[RankNumbers], steps: int) -> StepTimes:
         """Return the slowest rank's seconds per step of an interval."""

@@ -170,10 +170,10 @@ class DivergenceMonitor:
             return
         self._turn += 1
         engines, topology = self._generation.engines, self._host.topology
-        place = (topology.local_rank + self._turn) % topology.ranks_per_node
+        place = (topology.local_rank + self._turn) % topology.local_world_size
         if place >= len(engines):
             return
-        asking = min(topology.ranks_per_node, len(engines))
+        asking = min(topology.local_world_size, len(engines))
         client = engines[(place + self._turn * asking) % len(engines)]
         row = self._turn % len(made.rows)
         prompt = made.prompts[row]

@@ -93,8 +93,10 @@ class RewardCalls(UserCalls):
         ranks = tuple(is_nan.all(dim=1).nonzero().flatten().tolist())
         if ranks and ranks not in self._warned and self.topology.rank == 0:
             self._warned.add(ranks)
-            names = [f"{rank} (node {self.topology.node_of(rank)})" for rank in ranks]
-            what = f"no reward function gave a reward to any of the {is_nan.shape[1]} rows of rank {listed(names, 8)}"
+            names = listed([self.topology.name_of(rank) for rank in ranks], 8)
+            what = (
+                f"no reward function gave a reward to any of the {is_nan.shape[1]} rows of {names}"
+            )
             what += (
                 " (got NaN or None). TRL trains on none of them; `rewards/all_nan_rows` counts them"
             )

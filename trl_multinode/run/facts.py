@@ -29,7 +29,7 @@ class Disagreement:
 
     name: str
     values: dict[str, list[int]]  # value -> ranks, the lowest rank first
-    ranks_per_node: int
+    nodes: dict[int, int]  # rank -> its node
 
     def __str__(self) -> str:
         found = ", ".join(
@@ -38,7 +38,7 @@ class Disagreement:
         return f"{self.name} ({found})"
 
     def _places(self, ranks: Sequence[int]) -> str:
-        nodes = sorted({rank // self.ranks_per_node for rank in ranks})
+        nodes = sorted({self.nodes[rank] for rank in ranks})
         return f"{_named('rank', ranks)} of {_named('node', nodes)}"
 
 
@@ -121,19 +121,17 @@ def _values(
             name, text = next(iter(facts.part(one)), ("", ABSENT))
             # values are told apart, and a secret is neither sent nor shown
             value = f"(hidden, {digest_of(text)[:4]})" if is_secret(name, text) else shown(text)
-            mine.append([one, topology.rank, name, value])
+            mine.append([one, topology.rank, topology.node, name, value])
     words = meeting.wait(
         " ".join(base64.b64encode(json.dumps(value).encode()).decode() for value in mine)
     )
     entries = sorted(json.loads(base64.b64decode(word)) for word in words)
-    names = {where: name for where, _, name, _ in entries if name}
+    names = {where: name for where, *_, name, _ in entries if name}
+    nodes = {rank: node for _, rank, node, *_ in entries}
     values: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for where, rank, _, text in entries:
+    for where, rank, _, _, text in entries:
         values[names[where]][text].append(rank)
-    return [
-        Disagreement(name, dict(found), topology.ranks_per_node)
-        for name, found in sorted(values.items())
-    ]
+    return [Disagreement(name, dict(found), nodes) for name, found in sorted(values.items())]
 
 
 def _named(what: str, numbers: Sequence[int]) -> str:

@@ -51,7 +51,7 @@ class Meeting:
         self.arrivals = 0  # of this rank so far
         self.waits_since: float | None = None  # the begin of the wait that goes on
         # a byte per rank: its last meeting; then a byte of the last meeting that is over, and whether it has words
-        self._node = NodeMemory(topology, "trl_multinode_meeting", topology.ranks_per_node + 1)
+        self._node = NodeMemory(topology, "trl_multinode_meeting", topology.local_world_size + 1)
         self._by_node = False
 
     def wait(self, request: str = "") -> list[str]:
@@ -103,7 +103,7 @@ class Meeting:
             met = f"met/{self.arrivals}"
             return self._store.get(met).decode() if memory[-1] >= NUMBERS else ""
         _look_until(lambda: {*memory[:-1]} == {number})
-        requests = self._meet(self._topology.ranks_per_node)
+        requests = self._meet(self._topology.local_world_size)
         memory[-1] = number + (NUMBERS if requests else 0)
         return requests
 

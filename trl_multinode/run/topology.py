@@ -1,24 +1,57 @@
 """Nodes, ranks, training and reserved devices; every rank reads them from its environment once."""
 
 import os
+from bisect import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
 
 from ..errors import ConfigurationError
 from .gpu_variables import CUDA, gpu_variable, visible_devices
 
 
 @dataclass(frozen=True)
+class NodeShape:
+    """Numbers of one node, which may be others than those of the next."""
+
+    ranks: int  # training ranks
+    engines: int = 1
+    # GPUs of the engines, none if one is a training GPU; on a CPU each engine is one device
+    reserved: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "NodeShape":
+        """Return the shape that `str` has written."""
+        return cls(*map(int, text.split()))
+
+    def __str__(self) -> str:
+        return f"{self.ranks} {self.engines} {self.reserved}"
+
+
+@dataclass(frozen=True)
 class Topology:
-    """Topology of the calling rank. `accelerate launch` sets all of it; plain `python` is one rank on one node."""
+    """Topology of the calling rank. `accelerate launch` sets all of it; plain `python` is one rank on one node.
+
+    Attributes:
+        nodes (`list[NodeShape]`):
+            Shape of each node. The ranks compare them before a model loads (`must_agree.py`); until then all nodes are
+            assumed to be like this one.
+        first_ranks (`list[int]`):
+            First global rank of each node: the only map between nodes and ranks.
+    """
 
     rank: int  # 0..world_size-1, over all nodes
     world_size: int  # training ranks of the run
-    local_rank: int  # 0..ranks_per_node-1
-    ranks_per_node: int  # training ranks of *this* node
+    local_rank: int  # 0..local_world_size-1
+    local_world_size: int  # training ranks of *this* node
     node: int  # 0..num_nodes-1
     num_nodes: int
     launched: bool  # by torchrun or accelerate; the parent process is then the launcher
+    nodes: list[NodeShape] = field(default_factory=list, init=False, compare=False, repr=False)
+    first_ranks: list[int] = field(default_factory=list, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.assume(NodeShape(self.local_world_size))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Topology":
@@ -35,26 +68,38 @@ class Topology:
             rank=rank,
             world_size=world,
             local_rank=local_rank,
-            ranks_per_node=per_node,
+            local_world_size=per_node,
             node=int(environ.get("GROUP_RANK", rank // per_node)),
             num_nodes=int(environ.get("GROUP_WORLD_SIZE", max(1, world // per_node))),
             launched="TORCHELASTIC_RUN_ID" in environ,
         )
 
-    def check(self) -> None:
-        """Raise `ConfigurationError` if the nodes have different numbers of processes."""
-        if self.world_size != self.ranks_per_node * self.num_nodes:
-            raise ConfigurationError(
-                f"This node has {self.ranks_per_node} processes, but {self.world_size} on "
-                f"{self.num_nodes} nodes need {self.world_size / self.num_nodes:g} on each: the nodes were "
-                "started with different numbers of processes.",
-                setting="num_processes",
-                got=self.ranks_per_node,
-                expected=self.world_size / self.num_nodes,
-                node=self.node,
-                cure="Use the same config file and the same `num_processes` (the total) on every node; "
-                "`trl-multinode check FILE` shows what a file really starts.",
-            )
+    def assume(self, shape: NodeShape) -> None:
+        """Assume that every node has the shape of this one."""
+        self._set([shape] * self.num_nodes)
+
+    def learn(self, shapes: Mapping[int, NodeShape]) -> None:
+        """Set the shape of every node, from that of the node of each rank."""
+        nodes: list[NodeShape] = []
+        first = 0
+        while first < self.world_size:
+            nodes.append(shapes[first])
+            first += shapes[first].ranks
+        self._set(nodes)
+
+    def _set(self, nodes: list[NodeShape]) -> None:
+        self.nodes[:] = nodes
+        self.first_ranks[:] = [0, *accumulate(node.ranks for node in nodes[:-1])]
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of the run, training and reserved ones."""
+        return self.world_size + sum(node.reserved for node in self.nodes)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the shapes of the nodes have all ranks; otherwise the assumption is wrong."""
+        return sum(node.ranks for node in self.nodes) == self.world_size
 
     @property
     def is_local_main(self) -> bool:
@@ -65,11 +110,20 @@ class Topology:
     def local_ranks(self) -> range:
         """Global ranks of this node."""
         first = self.rank - self.local_rank
-        return range(first, first + self.ranks_per_node)
+        return range(first, first + self.local_world_size)
+
+    def ranks_of(self, node: int) -> range:
+        """Return the global ranks of a node."""
+        first = self.first_ranks[node]
+        return range(first, first + self.nodes[node].ranks)
 
     def node_of(self, rank: int) -> int:
         """Return the node of a global rank."""
-        return rank // self.ranks_per_node
+        return bisect(self.first_ranks, rank) - 1
+
+    def name_of(self, rank: int) -> str:
+        """Return a global rank as text, with its node if that is known."""
+        return f"rank {rank} (node {self.node_of(rank)})" if self.fits else f"rank {rank}"
 
     def __str__(self) -> str:
         return f"node {self.node}, rank {self.rank}"
@@ -95,11 +149,20 @@ class EngineDevices:
         )
 
 
-def reserved_per_node(devices: EngineDevices) -> int:
-    """Count a node's GPUs reserved for engines (0 if any is a training GPU); on a CPU each engine is one device."""
-    if devices.shared_with_training:
-        return 0
-    return sum(map(len, devices.per_engine)) or len(devices.per_engine)
+def by_node(numbers: Sequence[int]) -> str:
+    """Return a number of each node as text: `7` if all are alike, otherwise `7, 3 x 8`."""
+    runs = [(number, len(list(same))) for number, same in groupby(numbers)]
+    if len(runs) == 1:
+        return str(numbers[0])
+    return ", ".join(f"{count} x {number}" if count > 1 else str(number) for number, count in runs)
+
+
+def shape_of(topology: Topology, devices: EngineDevices) -> NodeShape:
+    """Return the shape of the calling rank's node."""
+    reserved = 0
+    if not devices.shared_with_training:
+        reserved = sum(map(len, devices.per_engine)) or len(devices.per_engine)
+    return NodeShape(topology.local_world_size, len(devices.per_engine), reserved)
 
 
 def assign_engines(
@@ -132,7 +195,7 @@ def assign_engines(
     names = visible_devices(environ, num_gpus)
     # on AMD, torch counts ROCR_VISIBLE_DEVICES where CUDA_VISIBLE_DEVICES hides more
     num_gpus = len(names)
-    training = range(min(topology.ranks_per_node, num_gpus))
+    training = range(min(topology.local_world_size, num_gpus))
     chosen = (
         list(requested)
         if requested is not None
@@ -222,7 +285,7 @@ def _check_chosen(
         )
     if not chosen:
         raise ConfigurationError(
-            f"No GPU is left for the engine: {seen} and trains on {topology.ranks_per_node}.",
+            f"No GPU is left for the engine: {seen} and trains on {topology.local_world_size}.",
             setting="num_processes",
             got=topology.world_size,
             node=topology.node,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ..run.topology import EngineDevices, Topology, reserved_per_node
+from ..run.topology import EngineDevices, Topology, by_node
 from ..run.versions import local_versions
 
 # Names in `local_versions`, and in the card
@@ -33,15 +33,16 @@ def run_section(topology: Topology, devices: EngineDevices, log_history: Sequenc
 
     Args:
         topology (`Topology`), devices (`EngineDevices`):
-            Topology and engine devices of the calling rank; all nodes are alike.
+            Topology and engine devices of the calling rank.
         log_history (`Sequence[dict]`):
             `trainer.state.log_history`.
     """
+    ranks = [node.ranks for node in topology.nodes]
     rows = {
         "Nodes": str(topology.num_nodes),
-        "Training ranks": f"{topology.world_size} ({topology.ranks_per_node} per node)",
+        "Training ranks": f"{topology.world_size} ({by_node(ranks)} per node)",
         **device_rows(topology, devices),
-        "Throughput": throughput(log_history, num_devices(topology, devices)),
+        "Throughput": throughput(log_history, topology.num_devices),
     }
     versions = local_versions()
     for library, name in LIBRARIES.items():
@@ -54,25 +55,22 @@ def run_section(topology: Topology, devices: EngineDevices, log_history: Sequenc
 
 def device_rows(topology: Topology, devices: EngineDevices) -> dict[str, str]:
     """Return the rows of the model card's table that describe devices and engines."""
-    nodes, per_node = topology.num_nodes, len(devices.per_engine)
-    engines = f"{nodes * per_node} ({per_node} per node)"
+    per_node = [node.engines for node in topology.nodes]
+    engines = f"{sum(per_node)} ({by_node(per_node)} per node)"
     if not devices.per_engine[0]:
         return {
             "Devices": "CPU only: no GPU trained, none was reserved",
             "vLLM engines": f"{engines}, on the CPU",
         }
-    kind, reserved = torch.cuda.get_device_name(), reserved_per_node(devices)
+    kind = torch.cuda.get_device_name()
+    ranks = by_node([node.ranks for node in topology.nodes])
+    reserved = [node.reserved for node in topology.nodes]
     shared = "; engines use training GPUs" if devices.shared_with_training else ""
     return {
-        "Training GPUs": f"{topology.world_size} ({topology.ranks_per_node} per node, {kind})",
-        "Reserved GPUs": f"{nodes * reserved} ({reserved} per node{shared})",
+        "Training GPUs": f"{topology.world_size} ({ranks} per node, {kind})",
+        "Reserved GPUs": f"{sum(reserved)} ({by_node(reserved)} per node{shared})",
         "vLLM engines": engines,
     }
-
-
-def num_devices(topology: Topology, devices: EngineDevices) -> int:
-    """Count the devices of the run, training and reserved."""
-    return topology.world_size + topology.num_nodes * reserved_per_node(devices)
 
 
 def throughput(log_history: Sequence[dict], num_devices: int) -> str:

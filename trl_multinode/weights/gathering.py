@@ -5,7 +5,8 @@ DeepSpeed's `GatheredParameters(list)` launches an all-gather per parameter and 
 the dtype they are sent in, and two steps gather the buffers of W ranks on N nodes:
 
 1. Ranks with the same local rank all-gather across nodes: a node receives every other node's pieces once, `(N-1)/N` of
-   the bucket, whereas an all-gather over all ranks sends `(W-1)/W` of it to each node.
+   the bucket, whereas an all-gather over all ranks sends `(W-1)/W` of it to each node. Where the smallest node has
+   fewer ranks, only as many of each node take part; the others of the node first send them their pieces.
 2. Inside each node one rank receives the other ranks' buffers through the node's own memory, while the next bucket is
    already on the network: the local main process, or by turns each rank, so that all PCIe links of a node copy.
 
@@ -14,7 +15,9 @@ Before both steps, `even_pieces.py` spreads tensors of few rows that FSDP2 shard
 `ShardGather` issues collectives; `tests/test_architecture.py` lists every module that does.
 """
 
+from bisect import bisect
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -33,28 +36,51 @@ class ShardGather:
     """Process groups of this rank, across nodes and within its node. All training ranks construct it together.
 
     Args:
-        ranks_per_node (`int`):
-            Number of training ranks of every node.
         device (`torch.device`):
             Device that the process group's backend sends from; shards in host memory are copied to it first.
+        nodes (`Sequence[int]`, *optional*):
+            Number of training ranks of each node. Default: each rank is a node.
     """
 
-    def __init__(self, ranks_per_node: int, device: torch.device):
+    def __init__(self, device: torch.device, nodes: Sequence[int] = ()):
         self.buffers = Buffers(device)
         self.across = self.within = 0  # collectives so far, across nodes and within a node
         distributed = dist.is_available() and dist.is_initialized()
         self.world: int = dist.get_world_size() if distributed else 1
-        self.ranks = min(ranks_per_node, self.world)
-        self._nodes = self.world // self.ranks
         self._rank: int = dist.get_rank() if distributed else 0
-        self._node = self._rank // self.ranks
-        self.local_rank = self._rank % self.ranks
-        ranks = list(range(self.world))
-        peers = [ranks[local :: self.ranks] for local in range(self.ranks)]
-        nodes = [ranks[first : first + self.ranks] for first in ranks[:: self.ranks]]
+        counts = list(nodes) if nodes and distributed else [1] * self.world
+        starts = [0, *accumulate(counts)]
+        self._node = bisect(starts, self._rank) - 1
+        self._first, self.ranks = starts[self._node], counts[self._node]
+        self.local_rank = self._rank - self._first
+        self._nodes, largest = len(counts), max(counts)
+        # ranks of each node that all-gather, and the pieces of each: those of the node with the most ranks
+        self._crossing = min(counts)
+        self._carried = [-(-(largest - local) // self._crossing) for local in range(self._crossing)]
+        # rows of all pieces in the order of the ranks, if they do not arrive in it
+        self._order: torch.Tensor | None = None
+        if largest > self._crossing:
+            self._order = self._rank_order(counts).to(device)
+        peers = [[start + local for start in starts[:-1]] for local in range(self._crossing)]
+        ranks = [list(range(*ends)) for ends in pairwise(starts)]
         # every rank creates every group, in the same order
         self._across = dist.new_subgroups_by_enumeration(peers)[0] if self._nodes > 1 else None
-        self._within = dist.new_subgroups_by_enumeration(nodes)[0] if self.ranks > 1 else None
+        self._within = dist.new_subgroups_by_enumeration(ranks)[0] if largest > 1 else None
+
+    def _rank_order(self, counts: list[int]) -> torch.Tensor:
+        """Return where each rank's piece is among those of all groups across nodes, as `collect` receives them."""
+        starts = [0, *accumulate(carried * self._nodes for carried in self._carried)]
+        order = []
+        for node, count in enumerate(counts):
+            for local in range(count):
+                turn, group = divmod(local, self._crossing)
+                order.append(starts[group] + node * self._carried[group] + turn)
+        return torch.tensor(order)
+
+    @property
+    def num_carried(self) -> int:
+        """Number of pieces that this rank sends across nodes; 1 if another rank of its node sends its piece."""
+        return self._carried[self.local_rank] if self.local_rank < self._crossing else 1
 
     @property
     def place(self) -> str:
@@ -66,19 +92,31 @@ class ShardGather:
         return self.local_rank == 0
 
     @property
+    def gathers_within(self) -> bool:
+        """Return whether any node has several ranks."""
+        return self._within is not None
+
+    @property
     def buckets_at_peak(self) -> float:
         """Largest memory of a rank, in buckets, while the sync has one under way, gathers one and copies one.
 
         The last two are whole on the local main process. Of the first two it has the pieces of all ranks with its
         local rank, which are the whole bucket with one rank per node, and its own, from which the all-gather sends.
         gloo gathers both into another copy; NCCL takes nothing. PyTorch copies pieces that do not follow each other
-        from a GPU to host memory by way of another copy on the GPU (read in its `Copy.cu`).
+        from a GPU to host memory by way of another copy on the GPU (read in its `Copy.cu`). Pieces of uneven nodes are
+        copied into the order of the ranks.
         """
-        under_way = 2 / self.world if self._nodes > 1 else 0.0
+        carried = (
+            self._carried[0] / self.world
+        )  # the most of any rank, because all ranks plan the same buckets
+        peers = self._nodes * carried
+        under_way = 2 * carried if self._nodes > 1 else 0.0
         if self._nodes > 1 and dist.get_backend() == "gloo":
-            under_way += 2 / self.ranks
+            under_way += 2 * peers
         temporary = 1.0 if self.buffers.device.type == "cuda" and self.world > 1 else 0.0
-        return under_way + temporary + (2 + 2 / self.ranks if self.ranks > 1 else 3)
+        if self._order is not None:
+            temporary += 1
+        return under_way + temporary + (2 + 2 * peers if self.gathers_within else 3)
 
     def extremes(self, value: int) -> tuple[int, int]:
         """Return the lowest and the highest `value` of all training ranks. A collective, for the set-up only."""
@@ -87,40 +125,75 @@ class ShardGather:
             dist.all_reduce(both, dist.ReduceOp.MAX)
         return -int(both[0]), int(both[1])
 
-    def cross(self, mine: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the buffers of the ranks with this local rank, `(nodes, size)`, and the work to wait for, if any."""
+    def cross(self, pieces: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Gather pieces across nodes, which is under way on return.
+
+        Args:
+            pieces (`torch.Tensor` of shape `(num_carried, size)`):
+                Memory for the pieces that this rank sends, with its own piece in the first row.
+
+        Returns:
+            The pieces of this rank's group, `(nodes * num_carried, size)`, empty if it is in none, and the work to
+            wait for, if any.
+        """
+        if self._order is not None:
+            self._pass_within(pieces)
         if self._across is None:
-            return mine.view(1, -1), None
+            return (pieces if self._nodes == 1 else pieces[:0]), None
         self.across += 1
-        peers = self.buffers.take("peers", self._nodes * mine.numel())
-        return peers.view(self._nodes, -1), dist.all_gather_into_tensor(
-            peers, mine, self._across, async_op=True
+        peers = self.buffers.take("peers", self._nodes * pieces.numel())
+        return peers.view(-1, pieces.shape[1]), dist.all_gather_into_tensor(
+            peers, pieces.view(-1), self._across, async_op=True
+        )
+
+    def _pass_within(self, pieces: torch.Tensor) -> None:
+        """Send the piece of a rank that is in no group across nodes to one of its node that is."""
+        self.within += 1
+        group = self.local_rank % self._crossing
+        if self.local_rank != group:
+            _exchange([dist.P2POp(dist.isend, pieces[0], self._first + group, self._within)])
+            return
+        others = range(group + self._crossing, self.ranks, self._crossing)
+        _exchange(
+            [
+                dist.P2POp(dist.irecv, pieces[turn], self._first + local, self._within)
+                for turn, local in enumerate(others, 1)
+            ]
         )
 
     def collect(self, peers: torch.Tensor, holder: int) -> torch.Tensor | None:
-        """Return the buffers of all ranks, `(nodes, ranks of a node, size)`, on local rank `holder`; `None` elsewhere.
+        """Return the pieces of all ranks, `(nodes, ranks of a node, size)`, on local rank `holder`; `None` elsewhere.
 
-        It uses sends and receives, because gloo's gather makes an extra copy of all data.
+        Those of uneven nodes are `(1, world_size, size)`. It uses sends and receives, because gloo's gather makes an
+        extra copy of all data.
         """
-        if self._within is None:
+        if not self.gathers_within:
             return peers.unsqueeze(1)
         self.within += 1
-        first = self._node * self.ranks
         if self.local_rank != holder:
-            _exchange([dist.P2POp(dist.isend, peers, first + holder, self._within)])
+            if len(peers):
+                _exchange([dist.P2POp(dist.isend, peers, self._first + holder, self._within)])
             return None
-        every = self.buffers.take("every", self.ranks * peers.numel()).view(
-            self.ranks, *peers.shape
-        )
+        size = peers.shape[1]
+        rows = [self._nodes * carried for carried in self._carried]
+        name = "every" if self._order is None else "received"
+        every = self.buffers.take(name, sum(rows) * size).view(-1, size)
+        groups = every.split(rows)
         _exchange(
             [
-                dist.P2POp(dist.irecv, every[i], first + i, self._within)
-                for i in range(self.ranks)
-                if i != holder
+                dist.P2POp(dist.irecv, pieces, self._first + local, self._within)
+                for local, pieces in enumerate(groups)
+                if local != holder
             ]
         )
-        every[holder].copy_(peers)
-        return every.transpose(0, 1)
+        if holder < self._crossing:
+            groups[holder].copy_(peers)
+        if self._order is None:
+            return every.view(self.ranks, self._nodes, size).transpose(0, 1)
+        ordered = self.buffers.take("every", self.world * size).view(-1, size)
+        torch.index_select(every, 0, self._order, out=ordered)
+        self.buffers.give_back("received", every)
+        return ordered.unsqueeze(0)
 
     def meet(self, *values: int) -> list[int]:
         """Return the local main process's `values`, once all ranks of the node call this with as many."""
@@ -137,7 +210,7 @@ class ShardGather:
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(operations):
+    for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
 
 
@@ -174,9 +247,11 @@ class Gathering:
             end = size + cut.elements * dtype.itemsize
             self._parts.append((shard, dtype, cut, slice(size, end)))
             size = -(-end // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-        self._mine = gather.buffers.take("mine", max(size, PIECE_ALIGNMENT))
+        size = max(size, PIECE_ALIGNMENT)
+        pieces = gather.buffers.take("mine", gather.num_carried * size).view(-1, size)
+        self._mine = pieces[0]
         self._pack()
-        self._peers, self._work = gather.cross(self._mine)
+        self._peers, self._work = gather.cross(pieces)
         self._taken = {"mine": self._mine}
         if self._work is not None:
             self._taken["peers"] = self._peers
@@ -205,12 +280,12 @@ class Gathering:
             self._work.wait()
             self._gather.buffers.give_back("mine", self._taken.pop("mine"))  # it is in "peers" now
         every = self._gather.collect(self._peers, self._holder)
-        if self._gather.ranks > 1:
+        if self._gather.gathers_within:
             self.close()  # `collect` has copied these buffers or sent them on
         if every is None:
             empty = self._mine.new_empty(0, 0, 0)
             return [Pieces(empty, shard.shape) for shard, *_ in self._parts]
-        if self._gather.ranks > 1:
+        if self._gather.gathers_within:
             self._taken["every"] = every
         return [
             Pieces(_view(every[..., where], dtype), shard.shape)

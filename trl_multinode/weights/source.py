@@ -50,7 +50,7 @@ class WeightSource(ABC):
     """
 
     def __init__(self, gather: ShardGather | None = None):
-        self.gather = gather or ShardGather(1, torch.device("cpu"))
+        self.gather = gather or ShardGather(torch.device("cpu"))
         self.buckets_at_peak = self.gather.buckets_at_peak
 
     def buckets(self, limit_bytes: int) -> list[Bucket]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..run.topology import Topology
 from ..wire.messages import WeightVersion
 
 STAGES = ("total_s", "stream_s", "gather_s", "copy_s", "load_s", "commit_s", "frozen_s")
@@ -71,7 +72,7 @@ class SyncTimings:
 
 
 def sync_metrics(
-    sync: SyncTimings, per_rank: list[list[float]], ranks_per_node: int
+    sync: SyncTimings, per_rank: list[list[float]], topology: Topology
 ) -> dict[str, float]:
     """Return the metrics of the last weight sync, for `Trainer.log`.
 
@@ -80,8 +81,8 @@ def sync_metrics(
             Timings of this rank, for the fields that are equal on all ranks.
         per_rank (`list[list[float]]` of shape `(world_size, len(STAGES))`):
             Seconds of every rank; each stage is logged with the slowest rank's.
-        ranks_per_node (`int`):
-            Number of training ranks of every node.
+        topology (`Topology`):
+            Topology of this rank.
     """
     slowest = {
         f"sync/{name}": max(rank[index] for rank in per_rank) for index, name in enumerate(STAGES)
@@ -95,5 +96,5 @@ def sync_metrics(
         + sync.collectives[0],  # across nodes, including the barrier before them
         "sync/node_collectives": sync.collectives[1],
         "sync/version": sync.version.update,
-        "sync/slowest_node": float(totals.index(max(totals)) // ranks_per_node),
+        "sync/slowest_node": float(topology.node_of(totals.index(max(totals)))),
     }

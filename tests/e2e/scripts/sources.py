@@ -42,7 +42,8 @@ def check(kind: str, engines, tied: bool) -> dict:
     global version
     torch.manual_seed(0)
     model = tiny_qwen2(tied=tied)
-    source = ModuleSource(model, torch.float32, ShardGather(RANKS_PER_NODE, torch.device("cpu")))
+    nodes = [RANKS_PER_NODE] * (dist.get_world_size() // RANKS_PER_NODE)
+    source = ModuleSource(model, torch.float32, ShardGather(torch.device("cpu"), nodes))
     forward, step = prepare(kind, model)
     sync = WeightSync(source, engines, 40_000)
     found: dict = {"stale": [], "fresh": [], "buckets": len(sync.buckets)}

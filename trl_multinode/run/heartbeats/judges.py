@@ -55,7 +55,7 @@ class NodeJudge:
     """Judge of the ranks of one node. The rank that writes the node's beat is the judge."""
 
     def __init__(self, topology: Topology, limits: Limits):
-        self._per_node = topology.ranks_per_node
+        self._topology = topology
         self._limits = limits
         self._named: dict[int, float] = {}  # rank -> time of the last line about it
 
@@ -67,7 +67,7 @@ class NodeJudge:
         return None
 
     def _judge(self, now: float, state: RankState) -> str | None:
-        limit, who = self._limits.silence_s(state.synced), state.name(self._per_node)
+        limit, who = self._limits.silence_s(state.synced), self._topology.name_of(state.rank)
         if state.idle_s > limit:
             return (
                 f"PeerFailureError: {who} has neither sent a heartbeat nor used the CPU for {state.idle_s:.0f} s "
@@ -153,11 +153,13 @@ class RunJudge:
         return None
 
     def _about_node(self, node: int, silent_s: float, setting: str) -> str:
-        per_node = self._topology.ranks_per_node
-        what = f"node {node} (ranks {node * per_node} to {(node + 1) * per_node - 1})"
+        topology, what = self._topology, f"node {node}"
+        if topology.fits:
+            ranks = topology.ranks_of(node)
+            what += f" (ranks {ranks[0]} to {ranks[-1]})"
         last = max(self._states[node], key=lambda state: state.same_s, default=None)
         doing = (
-            f". Its {last.name(per_node)} was last {last.doing(silent_s)}"
+            f". Its {topology.name_of(last.rank)} was last {last.doing(silent_s)}"
             if last is not None
             else ""
         )
@@ -190,7 +192,7 @@ class RunJudge:
         return (
             f"PeerFailureError: no rank has made progress for {same_s:.0f} s (`stuck_timeout` "
             f"{self._limits.stuck_s:g} s) although all send heartbeats{why}. Raise the setting if a step may take so "
-            f"long. The slowest is {slowest.name(self._topology.ranks_per_node)}, {slowest.doing()}"
+            f"long. The slowest is {self._topology.name_of(slowest.rank)}, {slowest.doing()}"
         )
 
     def _report_slow(self, now: float, states: list[RankState], same_s: float) -> None:
@@ -207,17 +209,14 @@ class RunJudge:
             return
         late = {state.rank: self._named(state) for state in states if state.meeting < number}
         without = set(range(self._topology.world_size)) - {state.rank for state in states}
-        late |= {
-            rank: f"rank {rank} (node {self._topology.node_of(rank)}), without a trainer"
-            for rank in without
-        }
+        late |= {rank: f"{self._topology.name_of(rank)}, without a trainer" for rank in without}
         if late:  # otherwise the meeting has just ended, which some nodes have not told yet
             self._next_line = now + LATE_EVERY_S
             num_waiting = self._topology.world_size - len(late)
             self._report(num_waiting, waited_s, [late[rank] for rank in sorted(late)])
 
     def _named(self, state: RankState) -> str:
-        return f"{state.name(self._topology.ranks_per_node)}, {state.doing()}"
+        return f"{self._topology.name_of(state.rank)}, {state.doing()}"
 
     def _report(self, num_waiting: int, seconds: float, late: list[str]) -> None:
         count = f"{len(late)} ranks: " if len(late) > 1 else ""

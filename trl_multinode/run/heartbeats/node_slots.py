@@ -26,7 +26,7 @@ class NodeSlots(NodeMemory):
     """
 
     def __init__(self, topology: Topology):
-        super().__init__(topology, NAME, SLOT_BYTES * topology.ranks_per_node)
+        super().__init__(topology, NAME, SLOT_BYTES * topology.local_world_size)
         self._last: dict[int, tuple[int, Any]] = {}  # rank -> checksum, value
 
     def write(self, value: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class NodeSlots(NodeMemory):
         """Return rank -> time of its last sign of life; without the ranks that have not written yet."""
         found = (
             TIME.unpack_from(self.memory, SLOT_BYTES * i)[0]
-            for i in range(self._topology.ranks_per_node)
+            for i in range(self._topology.local_world_size)
         )
         return {rank: at for rank, at in zip(self._topology.local_ranks, found, strict=True) if at}
 

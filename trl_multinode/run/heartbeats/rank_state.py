@@ -34,9 +34,6 @@ class RankState:
     waits_s: float
     frames: str
 
-    def name(self, ranks_per_node: int) -> str:
-        return f"rank {self.rank} (node {self.rank // ranks_per_node})"
-
     def doing(self, age_s: float = 0.0) -> str:
         """Return where the rank is and since when; `age_s` is the age of the heartbeat."""
         left = f", {self.left}" if self.left else ""

@@ -92,7 +92,7 @@ class Arrivals:
         connections = num_connections(int(os.environ["MASTER_PORT"]))
         launchers = connections - len(here)
         # without the connections of its own ranks and launcher, the table of this node is not one to believe
-        is_readable = connections > sum(self._topology.node_of(rank) == 0 for rank in here)
+        is_readable = connections > sum(rank in self._topology.local_ranks for rank in here)
         if launchers >= self._topology.num_nodes or not missing or not is_readable:
             self._launcher_missing_since = None
             return ""
@@ -117,8 +117,7 @@ class Arrivals:
         return self._is_reporter
 
     def _names(self, ranks: list[int]) -> str:
-        names = [f"rank {rank} (node {self._topology.node_of(rank)})" for rank in ranks]
-        return listed(names, NAMED_RANKS)
+        return listed([self._topology.name_of(rank) for rank in ranks], NAMED_RANKS)
 
     def _name_missing(self, store: "Store", now: float, limit_s: float) -> str:
         """Report the missing ranks now and then; return why the run ends if they have been missing for too long.
@@ -206,10 +205,9 @@ class Signs:
             elif (silent_s := now - self._seen[rank][1]) > limit_s and not store.check(
                 [f"left/{rank}"]
             ):
-                node = self._topology.node_of(rank)
                 return (
-                    f"PeerFailureError: rank {rank} (node {node}) has shown no sign of life for {silent_s:.0f} s ("
-                    f"`engine_start_timeout` {limit_s:g} s), and has no trainer yet: its process is "
+                    f"PeerFailureError: {self._topology.name_of(rank)} has shown no sign of life for "
+                    f"{silent_s:.0f} s (`engine_start_timeout` {limit_s:g} s), and has no trainer yet: its process is "
                     "stopped or hangs, its node is gone, or its link to node 0 is cut"
                 )
         return ""

@@ -354,7 +354,7 @@ class WatchThread:
             and self.topology.node
             and time.monotonic() - looked > NODE_0_LEFT_EVERY_S
         ):
-            left = self.store.have_left(range(self.topology.world_size // self.topology.num_nodes))
+            left = self.store.have_left(self.topology.ranks_of(0))
             self._node_0_left = left, time.monotonic()
 
     def _may_outlive_the_store(self) -> bool:

@@ -59,7 +59,6 @@ class Watchdog:
     """
 
     def __init__(self, topology: Topology, phase: Callable[[], str] = lambda: "set-up"):
-        self.topology = topology
         self.phase = phase
         self.run = next(_runs)
         # called before a failed run exits; they must not wait long
@@ -80,6 +79,7 @@ class Watchdog:
         self.closes = False
         # watch of this process, which its trainers share
         self.of_process = watch_of(topology)
+        self.topology = self.of_process.topology
         self.report, self.ending = self.of_process.report, self.of_process.ending
         self.store = self.of_process.store.of_trainer(self.run)
         self._closed = threading.Event()

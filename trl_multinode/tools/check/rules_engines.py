@@ -80,7 +80,7 @@ def _assigned(launch: Launch) -> EngineDevices | None:
         rank=launch.started * launch.args.machine_rank,
         world_size=launch.num_ranks,
         local_rank=0,
-        ranks_per_node=launch.started,
+        local_world_size=launch.started,
         node=launch.args.machine_rank,
         num_nodes=launch.num_nodes,
         launched=True,
