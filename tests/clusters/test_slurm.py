@@ -29,7 +29,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm")
-    NodesSpec(2, 1, {}, ZERO3).write(folder, "n0")
+    NodesSpec((1, 1), {}, ZERO3).write(folder, "n0")
     (folder / "bin").mkdir()
     stand_in = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {SCRIPTS}/stand_in.py "$@"\n'
     (folder / "bin" / "accelerate").write_text(stand_in)

@@ -31,8 +31,10 @@ def launch(nodes: Nodes, folder: Path, *jobs: dict) -> list[int]:
     return nodes.wait(timeout_s=HANG_S)
 
 
-def results(folder: Path, name: str) -> list[dict]:
-    return [json.loads((folder / f"{name}_rank{rank}.json").read_text()) for rank in range(2)]
+def results(folder: Path, name: str, num_ranks: int = 2) -> list[dict]:
+    return [
+        json.loads((folder / f"{name}_rank{rank}.json").read_text()) for rank in range(num_ranks)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -287,3 +289,19 @@ def test_another_number_of_nodes_is_refused_in_plain_words(folder, apart, record
         )
         assert told, nodes.rank_log(0)[-3000:]
         record_property("message", re.sub(r"/\S*/checkpoint-", "checkpoint-", told[1]))
+
+
+@pytest.mark.nightly
+@pytest.mark.feature("Resume", "nodes with different numbers of ranks")
+def test_a_run_on_uneven_nodes_resumes_on_the_same_ones(folder):
+    """Three ranks, the rows of which are balanced between all of them."""
+    run = {"prompts": 12, "max_staleness": 1, "micro_batch_tokens": 64, "balance_across": "world"}
+    copy = {"output": "uneven2", "copy_of": f"uneven/checkpoint-{INSIDE}"}
+    with Nodes(2, [2, 1], folder=folder / "uneven_nodes", env=ENVIRONMENT, forked=True) as nodes:
+        codes = launch(nodes, folder, *[run | job for job in (
+            {"name": "uneven", "output": "uneven"}, copy | {"name": "uneven2"},
+        )])  # fmt: skip
+        assert codes == [0, 0], nodes.rank_log(0)[-3000:]
+    full, resumed = results(folder, "uneven", 3), results(folder, "uneven2", 3)
+    assert sum(len(rank["rounds"][0]["rows"]) for rank in full) == 24
+    same(resumed, full, INSIDE, LAST)

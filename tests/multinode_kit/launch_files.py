@@ -58,21 +58,25 @@ exec "$@" >> "${0%/*}/rank$RANK.log" 2>&1
 class NodesSpec:
     """Layout and settings of the nodes; the arguments of [`Nodes`] describe them."""
 
-    num_nodes: int
-    ranks_per_node: int
+    ranks: tuple[int, ...]  # of each node
     env: Mapping[str, str]
     deepspeed: Mapping[str, Any]
     accelerate: Mapping[str, Any] | None = None  # replaces DeepSpeed
 
     def __post_init__(self) -> None:
-        if self.num_nodes < 1 or self.ranks_per_node < 1:
-            raise ValueError(
-                f"got num_nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}: both start at 1"
-            )
+        if not self.ranks or min(self.ranks) < 1:
+            raise ValueError(f"got the ranks {self.ranks} of the nodes: nodes and ranks start at 1")
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.ranks)
 
     @property
     def num_ranks(self) -> int:
-        return self.num_nodes * self.ranks_per_node
+        return sum(self.ranks)
+
+    def node_of(self, rank: int) -> int:
+        return [node for node, count in enumerate(self.ranks) for _ in range(count)][rank]
 
     def write(self, folder: Path, ip: str) -> Path:
         """Write the files of one launch into `folder` and return the accelerate config, which names a free port."""
@@ -83,7 +87,8 @@ class NodesSpec:
             "main_process_ip": ip,
             "main_process_port": free_port(),
             "num_machines": self.num_nodes,
-            "num_processes": self.num_ranks,
+            # of a node with other ranks: its own command has another number
+            "num_processes": self.num_nodes * self.ranks[0],
             **(self.accelerate or self._deepspeed_section(folder)),
         }
         config_file.write_text(yaml.safe_dump(config))

@@ -58,7 +58,7 @@ class LaunchedNodes:
         Raises:
             ProcessLookupError: the process has not started, or has ended.
         """
-        where, node = self._where(rank), rank // self.spec.ranks_per_node
+        where, node = self._where(rank), self.spec.node_of(rank)
         pid = _read(self._log_folder / f"rank{rank}.pid").strip()
         if not pid or int(pid) not in self.pids(node):
             raise ProcessLookupError(
@@ -126,7 +126,7 @@ class LaunchedNodes:
             raise ValueError(
                 f"there is no rank {rank}: these nodes have ranks 0 to {self.spec.num_ranks - 1}"
             )
-        return f"rank {rank} (node {rank // self.spec.ranks_per_node})"
+        return f"rank {rank} (node {self.spec.node_of(rank)})"
 
     def _running_nodes(self) -> list[int]:
         return [node for node, launcher in enumerate(self._launchers) if launcher.poll() is None]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,8 @@ class Nodes(LaunchedNodes):
     Args:
         num_nodes (`int`, *optional*, defaults to `2`):
             Number of nodes.
-        ranks_per_node (`int`, *optional*, defaults to `2`):
-            Number of training processes on each node.
+        ranks_per_node (`int` or `Sequence[int]`, *optional*, defaults to `2`):
+            Number of training processes on each node, or those of each.
         folder (`Path`):
             Folder for configs and logs: `launch<i>/` with `accelerate.yaml`, `node<k>.log`, `rank<r>.log`. Two `Nodes`
             must not share it.
@@ -85,7 +85,7 @@ class Nodes(LaunchedNodes):
     def __init__(
         self,
         num_nodes: int = 2,
-        ranks_per_node: int = 2,
+        ranks_per_node: int | Sequence[int] = 2,
         *,
         folder: str | os.PathLike[str],
         namespaces: bool = False,
@@ -98,7 +98,8 @@ class Nodes(LaunchedNodes):
             raise RuntimeError(
                 f"Nodes(namespaces=True) cannot work: {reason}. Use namespaces=False, or cure that."
             )
-        spec = NodesSpec(num_nodes, ranks_per_node, dict(env or {}), deepspeed or ZERO3, accelerate)
+        each = [ranks_per_node] * num_nodes if isinstance(ranks_per_node, int) else ranks_per_node
+        spec = NodesSpec(tuple(each), dict(env or {}), deepspeed or ZERO3, accelerate)
         # The name is short, because the paths of the ranks' unix sockets begin with it
         private = Path(tempfile.gettempdir(), f"tmn-{secrets.token_hex(3)}")
         super().__init__(spec, Path(folder).resolve(), private, None)
@@ -157,7 +158,7 @@ class Nodes(LaunchedNodes):
             self._log_folder, self._network.address(0) if self._network else "127.0.0.1"
         )
         command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-        command += ["--config_file", str(config_file), "--no_python", "--machine_rank"]
+        command += ["--config_file", str(config_file), "--machine_rank"]
         program = [
             "/bin/sh",
             str(self._log_folder / "per_rank.sh"),
@@ -169,7 +170,9 @@ class Nodes(LaunchedNodes):
         self._launchers = []
         for node in range(self.spec.num_nodes):
             more = {**(env or {}), **env_of(node)}
-            self._launchers.append(self._start(node, [*command, str(node), *program], more))
+            count = self.spec.num_nodes * self.spec.ranks[node]
+            own = ["--num_processes", str(count), "--no_python"]
+            self._launchers.append(self._start(node, [*command, str(node), *own, *program], more))
 
     def wait(
         self,

@@ -45,6 +45,12 @@ def plain(folder: Path) -> Scenario:
 
 
 @scenario
+def balanced(folder: Path) -> Scenario:
+    """Rows move between all ranks, and between those of a node."""
+    return Scenario(node_settings={"micro_batch_tokens": 64, "balance_across": "world"})
+
+
+@scenario
 def loss_options(folder: Path) -> Scenario:
     """What changes a loss besides its name."""
     return Scenario({
