@@ -183,7 +183,8 @@ def _ask(
 def _check_verdict(verdict: Verdict, claim: Claim, address: PortAddress) -> None:
     if not verdict.setting:
         return
-    got = claim.identity.get(verdict.setting, f"{claim.role} {claim.engine}")
+    facts = {**claim.identity, "engine": f"{claim.role} {claim.engine}"}
+    got = facts.get(verdict.setting)
     raise ConfigurationError(
         f"{address} refuses this process: its `{verdict.setting}` is {got!r}, expected {verdict.expected!r}.",
         setting=verdict.setting,

@@ -9,7 +9,6 @@ from ..errors import ConfigurationError
 SECRET = "TRL_MULTINODE_SECRET"  # noqa: S105 - the name of a variable
 SECRET_FILE = "TRL_MULTINODE_SECRET_FILE"  # noqa: S105
 MIN_BYTES = 16
-MAX_BYTES = 4096
 CURE = "Make one with `(umask 077; head -c 32 /dev/urandom | base64 > FILE)`, and copy it to every node."
 
 
@@ -45,9 +44,9 @@ def pool_secret() -> Secret:
     path = os.environ.get(SECRET_FILE)
     setting = SECRET_FILE if path else SECRET
     key = (_private_content(path) if path else os.fsencode(os.environ.get(SECRET, ""))).strip()
-    if not MIN_BYTES <= len(key) <= MAX_BYTES:
+    if len(key) < MIN_BYTES:
         raise ConfigurationError(
-            f"The secret of `{setting}` has {len(key)} bytes, expected {MIN_BYTES} to {MAX_BYTES}.",
+            f"The secret of `{setting}` has {len(key)} bytes, expected at least {MIN_BYTES}.",
             setting=setting,
             got=len(key),
             expected=MIN_BYTES,
@@ -57,7 +56,7 @@ def pool_secret() -> Secret:
 
 
 def _private_content(path: str) -> bytes:
-    """Return the beginning of a file that only this user can read."""
+    """Return the content of a file that only this user can read."""
     try:
         file = open(path, "rb", opener=_open_plainly)
     except OSError as error:
@@ -70,7 +69,7 @@ def _private_content(path: str) -> bytes:
             raise _refusal(path, f"belongs to user {found.st_uid}")
         if found.st_mode & 0o077:
             raise _refusal(path, f"is open to other users (mode {stat.S_IMODE(found.st_mode):04o})")
-        return file.read(MAX_BYTES + 1)
+        return file.read()
 
 
 def _open_plainly(path: str, flags: int) -> int:

@@ -39,7 +39,7 @@ def read_exactly(stream: socket.socket, num_bytes: int, deadline: float) -> byte
         stream.settimeout(max(deadline - time.monotonic(), 0.001))
         received = stream.recv_into(rest)
         if not received:
-            raise EOFError
+            raise EOFError("the stream has ended")
         rest = rest[received:]
     return data
 
@@ -51,6 +51,6 @@ async def receive_exactly(stream: socket.socket, num_bytes: int) -> bytearray:
     while len(data) < num_bytes:
         piece = await loop.sock_recv(stream, min(num_bytes - len(data), PIECE_BYTES))
         if not piece:
-            raise EOFError
+            raise EOFError("the stream has ended")
         data += piece
     return data
