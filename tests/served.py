@@ -16,7 +16,7 @@ from trl_multinode.engine_process.backend import Backend, CompletionBuffer
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.errors import EngineDiedError
 from trl_multinode.transports.opening import open_slots
-from trl_multinode.wire.connection import Connection
+from trl_multinode.wire.connection import connect
 from trl_multinode.wire.messages import EngineSpec, Ready, UpdateWeights, WeightVersion
 
 
@@ -119,7 +119,7 @@ def serving(
 def _wait_until_listening(path: Path) -> None:
     def connects() -> bool:
         try:
-            Connection(str(path), path.name, path).close()
+            connect(str(path), path.name, path).close()
         except EngineDiedError:
             return False
         return True

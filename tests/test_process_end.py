@@ -21,7 +21,7 @@ from trl_multinode.engine.settings import CPU_ENVIRONMENT, cores_per_worker, sav
 from trl_multinode.run.limits import launchers
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch.watchdog import Watchdog
-from trl_multinode.wire.connection import Connection
+from trl_multinode.wire.connection import connect
 from trl_multinode.wire.messages import EngineSpec
 from trl_multinode.wire.process_end import open_end, start_time
 from trl_multinode.wire.supervisor import is_running, watch_end
@@ -179,7 +179,7 @@ def test_an_engine_without_pidfds_has_its_launchers_cores_and_ends_with_its_owne
         assert os.sched_getaffinity(0) == {min(cores)}  # the rank keeps its own
         while not process.is_ready():
             time.sleep(0.05)
-        Connection(str(process.socket_path), "engine 0", tmp_path / "engine0.log").close()
+        connect(str(process.socket_path), "engine 0", tmp_path / "engine0.log").close()
         print(f"READY {process.pid} {sorted(os.sched_getaffinity(process.pid))}", flush=True)
         time.sleep(HANG_S)
 

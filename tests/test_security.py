@@ -30,7 +30,7 @@ from trl_multinode.tools import main as run_command
 from trl_multinode.transports.base import SlotSettings
 from trl_multinode.transports.host_memory import HostMemory, HostSlots
 from trl_multinode.transports.signals import BucketSignals
-from trl_multinode.wire.connection import LENGTH, Connection, frame
+from trl_multinode.wire.connection import LENGTH, Connection, connect, frame
 from trl_multinode.wire.messages import (
     Await,
     CheckSlot,
@@ -87,7 +87,7 @@ def server(tmp_path: Path) -> Iterator[tuple]:
 
 @contextmanager
 def connected(path: Path) -> Iterator[Connection]:
-    connection = Connection(str(path), "engine 0", path)
+    connection = connect(str(path), "engine 0", path)
     try:
         connection.send(Hello(request_id=1, rank=0), HANG_S)
         assert isinstance(connection.receive(HANG_S), Ready)
@@ -295,7 +295,7 @@ def test_a_folder_of_a_run_that_a_cleaner_removed_is_named_with_the_cure(tmp_pat
             EngineSpec(0, str(folder.path), os.getpid(), {}, node=3), tmp_path / "log", {}
         )
     with pytest.raises(EngineDiedError, match=f"{folder.path} was removed"):
-        Connection(str(folder.path / "engine0.sock"), "engine 0 of node 3", tmp_path / "log")
+        connect(str(folder.path / "engine0.sock"), "engine 0 of node 3", tmp_path / "log")
 
 
 SECRET_NAMES = (

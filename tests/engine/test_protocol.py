@@ -20,7 +20,7 @@ from trl_multinode.transports.broadcast import Broadcast
 from trl_multinode.transports.cuda_ipc import DeviceMemory
 from trl_multinode.transports.host_memory import HostMemory
 from trl_multinode.wire import messages
-from trl_multinode.wire.connection import LENGTH, Connection, frame, read_request, reason_of_end
+from trl_multinode.wire.connection import LENGTH, connect, frame, read_request, reason_of_end
 from trl_multinode.wire.messages import (
     Await,
     CheckSlot,
@@ -110,7 +110,7 @@ def pair(tmp_path):
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
         server.listen()
-        connection = Connection(str(tmp_path / "s"), "engine 0 of node 1", LOG)
+        connection = connect(str(tmp_path / "s"), "engine 0 of node 1", LOG)
         engine, _ = server.accept()
         with engine:
             yield connection, engine
@@ -191,7 +191,7 @@ def test_end_of_file_is_the_death_notice(pair):
     with pytest.raises(EngineDiedError, match=f"engine 0 of node 1 .*{LOG}"):
         connection.send(REQUESTS[0], 1.0)
     with pytest.raises(EngineDiedError, match=f"engine 1 of node 0.*{LOG}"):
-        Connection("/tmp/no-such-socket", "engine 1 of node 0", LOG, 1.0)
+        connect("/tmp/no-such-socket", "engine 1 of node 0", LOG, 1.0)
 
 
 @pytest.mark.parametrize("piece", [b"", frame(REPLIES[0])[:20]])

@@ -1,4 +1,4 @@
-"""A rank's client for one engine of its node: requests, replies, and the time of the engine's last message."""
+"""A rank's client for one engine: requests, replies, and the time of the engine's last message."""
 
 import itertools
 import time
@@ -61,7 +61,7 @@ class EngineClient:
 
     Args:
         connection (`Connection`):
-            Connection to the engine's socket.
+            Connection to the engine.
         index (`int`):
             Index of the engine on its node.
         rank (`int`), node (`int`):
@@ -105,21 +105,25 @@ class EngineClient:
         self.ready = ready
         self.lost: EngineError | None = None  # why this engine serves this connection no more
         self._process: psutil.Process | None = None
-        with suppress(psutil.NoSuchProcess):  # it has ended since it answered
-            # refuses to kill a later process with the same pid
-            self._process = psutil.Process(ready.pid)
+        if connection.is_local:  # elsewhere the pid is that of another process
+            with suppress(psutil.NoSuchProcess):  # it has ended since it answered
+                # refuses to kill a later process with the same pid
+                self._process = psutil.Process(ready.pid)
 
     def lose(self, error: EngineError) -> None:
-        """Give this engine up. A stalled one is killed, so that its owner starts it again; its owner gets the reason.
+        """Give this engine up. All requests of this rank to it are lost.
 
-        All requests of this rank to it are lost.
+        A stalled one of this node is killed, so that its owner starts it again; its owner gets the reason. To one of
+        another node the connection is closed, so that it cancels the requests.
         """
         if self.lost is not None:
             return
         self.lost = error
         self.unanswered.clear()
         self._early.clear()
-        if isinstance(error, EngineStalledError):
+        if not self._connection.is_local:
+            self._connection.close()
+        elif isinstance(error, EngineStalledError):
             self._connection.explain_end(f"it stalled and was killed. {error}")
             with suppress(psutil.NoSuchProcess):
                 if self._process is not None:

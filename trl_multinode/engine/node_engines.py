@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import EngineDiedError, EngineError
-from ..wire.connection import Connection
+from ..wire.connection import connect
 from ..wire.messages import Generate, WeightVersion
 from .client import EngineClient, Rollout
 from .group import EngineGroup
@@ -75,8 +75,8 @@ class NodeEngines(EngineGroup):
 
     def _connect(self, index: int, timeout_s: float = 30.0) -> EngineClient:
         log = self._log_folder / f"engine{index}.log"
-        connection = Connection(
-            str(self._sockets[index]), f"engine {index} of node {self._node}", log, timeout_s
+        connection = connect(
+            self._sockets[index], f"engine {index} of node {self._node}", log, timeout_s
         )
         return self._client(connection, index, tolerant=self.tolerant)
 

@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+from contextlib import suppress
 
 import psutil
 
@@ -48,3 +49,16 @@ def own_addresses() -> list[str]:
     every = [one for of_interface in psutil.net_if_addrs().values() for one in of_interface]
     found = {one.address for one in every if one.family == socket.AF_INET}
     return sorted(address for address in found if not address.startswith("127."))
+
+
+def route_to(address: str) -> str | None:
+    """Return this computer's address on the interface that leads to another one, `None` without a way.
+
+    Nothing is sent. The way to a loopback address is the loopback interface.
+    """
+    with suppress(OSError):
+        for family, kind, _, _, target in socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe, suppress(OSError):
+                probe.connect(target)
+                return probe.getsockname()[0]
+    return None

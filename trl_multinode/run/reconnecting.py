@@ -12,13 +12,13 @@ from typing import Any, ClassVar, cast
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 
 from ..errors import PeerFailureError
+from ..wire.sockets import notice_cuts
 from .limits import file_limit_cure
 from .reporter import report
 from .topology import Topology
 
 PROBE_S = 2.0  # limit of one attempt to reach the store's host
 RETRY_S = 0.2
-KEEP_ALIVE_S = 15  # between two probes of an idle connection
 NO_REPLY = ("set", "multi_set")
 
 
@@ -115,10 +115,7 @@ def keep_alive(port: int, limit_s: float) -> None:
                     or end.getpeername()[1] != port
                 ):
                     continue
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-                    end.setsockopt(socket.IPPROTO_TCP, option, KEEP_ALIVE_S)
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000))
+                notice_cuts(end, limit_s)
 
 
 class ReconnectingStore:

@@ -1,6 +1,7 @@
-"""Framing of the protocol: length-prefixed msgspec structs on a unix stream socket, and a rank's blocking end of it.
+"""Framing of the protocol: length-prefixed msgspec structs on a stream socket, and a rank's blocking end of it.
 
-Nothing is pickled. End of file means that the other process has ended.
+The socket is a unix one of the node, or leads to the port of another node (`handshake.py`). Nothing is pickled. End of
+file means that the other process has ended.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import msgspec
 
 from ..errors import EngineDiedError, EngineStalledError
 from .messages import Hello, Message, Reply, Request
+from .sockets import is_overdue, read_exactly, receive_exactly
 
 LENGTH = struct.Struct("<Q")
 MAX_FRAME_BYTES = 1 << 31  # a greater length is a corrupt header
@@ -24,13 +26,18 @@ _request_decoder = msgspec.msgpack.Decoder(Request)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
 
 
-def frame(message: Message) -> bytes:
-    """Encode a message with its length in front."""
-    body = _encoder.encode(message)
+def with_length(body: bytes) -> bytes:
+    """Return bytes with their number in front."""
     return LENGTH.pack(len(body)) + body
 
 
-def _body_length(header: bytes | bytearray, limit: int = MAX_FRAME_BYTES) -> int:
+def frame(message: Message) -> bytes:
+    """Encode a message with its length in front."""
+    return with_length(_encoder.encode(message))
+
+
+def body_length(header: bytes | bytearray, limit: int = MAX_FRAME_BYTES) -> int:
+    """Return the length that a header claims; raise `EngineDiedError` if it is above the limit."""
     (length,) = LENGTH.unpack(header)
     if length > limit:
         raise EngineDiedError(f"Corrupt frame: it claims {length} bytes (limit {limit}).")
@@ -55,9 +62,16 @@ async def read_request(
     """Read the next request, of at most `limit` bytes; return `None` at end of file."""
     try:
         header = await reader.readexactly(LENGTH.size)
-        return _request_decoder.decode(await reader.readexactly(_body_length(header, limit)))
+        return _request_decoder.decode(await reader.readexactly(body_length(header, limit)))
     except (asyncio.IncompleteReadError, ConnectionResetError):
         return None
+
+
+async def receive_body(stream: socket.socket, limit: int = MAX_FRAME_BYTES) -> bytearray:
+    """Read the next frame from a socket that does not block, and return it without its length."""
+    return await receive_exactly(
+        stream, body_length(await receive_exactly(stream, LENGTH.size), limit)
+    )
 
 
 def reason_of_end(failure_path: Path) -> str | None:
@@ -71,43 +85,31 @@ def reason_of_end(failure_path: Path) -> str | None:
 
 
 class Connection:
-    """Blocking end of the stream in a rank. Only one thread may use it at a time.
+    """Blocking end of the stream in a rank, as `connect` returns it. Only one thread may use it at a time.
 
     Args:
-        path (`str`):
-            Path of the engine's socket.
+        stream (`socket.socket`):
+            Connected socket.
         name (`str`):
             Name of the engine, for error messages ("engine 0 of node 1").
         log_path (`Path`):
             Log of the engine, for error messages.
-        connect_timeout_s (`float`):
-            Deadline for connecting.
+        failure_path (`Path`, *optional*):
+            File in which an ended engine of this node has written the reason. `None`: the engine is on another node.
     """
 
-    def __init__(self, path: str, name: str, log_path: Path, connect_timeout_s: float = 30.0):
+    def __init__(
+        self, stream: socket.socket, name: str, log_path: Path, failure_path: Path | None = None
+    ):
         self.name = name
         self.log_path = log_path
-        self._socket_path = Path(path)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(connect_timeout_s)
-        try:
-            self._connect(path, time.monotonic() + connect_timeout_s)
-        except OSError as error:
-            folder = self._socket_path.parent
-            gone = "" if folder.is_dir() else f" {folder} was removed, by a cleaner perhaps."
-            raise EngineDiedError(
-                f"{name}: cannot connect to its socket ({error}).{gone} Log: {log_path}"
-            ) from error
+        self._failure_path = failure_path
+        self._socket = stream
 
-    def _connect(self, path: str, deadline: float) -> None:
-        while True:
-            try:
-                return self._socket.connect(path)
-            except ConnectionRefusedError:
-                # For a moment between the engine's `bind` and `listen` the socket exists but refuses connections
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
+    @property
+    def is_local(self) -> bool:
+        """Return whether the engine's process is one of this node, where its pid names it."""
+        return self._failure_path is not None
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -117,17 +119,17 @@ class Connection:
         self._socket.settimeout(timeout_s)
         try:
             self._socket.sendall(frame(message))
-        except TimeoutError as error:
-            raise EngineStalledError(
-                f"{self.name} did not read a message for {timeout_s:.0f} s. Log: {self.log_path}"
-            ) from error
         except OSError as error:
+            if is_overdue(error):
+                raise EngineStalledError(
+                    f"{self.name} did not read a message for {timeout_s:.0f} s. Log: {self.log_path}"
+                ) from error
             raise self.ended(f"closed the connection ({error})") from error
 
     def receive(self, timeout_s: float) -> Reply:
         """Return the next reply; raise `EngineStalledError` if it does not arrive in time."""
         deadline = time.monotonic() + timeout_s
-        length = _body_length(self._read(LENGTH.size, deadline, timeout_s))
+        length = body_length(self._read(LENGTH.size, deadline, timeout_s))
         body = self._read(length, deadline, timeout_s)
         try:
             return _reply_decoder.decode(body)
@@ -138,26 +140,20 @@ class Connection:
 
     def _read(self, num_bytes: int, deadline: float, timeout_s: float) -> bytearray:
         """Read exactly `num_bytes`: a selector would not report bytes of the next reply that are buffered here."""
-        data = bytearray(num_bytes)
-        rest = memoryview(data)
-        while rest:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                received = self._socket.recv_into(rest)
-            except TimeoutError as error:
+        try:
+            return read_exactly(self._socket, num_bytes, deadline)
+        except OSError as error:
+            if is_overdue(error):
                 raise EngineStalledError(
                     f"{self.name} sent nothing for {timeout_s:.0f} s. Log: {self.log_path}"
                 ) from error
-            except OSError as error:
-                raise self.ended(f"broke the connection ({error})") from error
-            if not received:
-                raise self.ended("ended")
-            rest = rest[received:]
-        return data
+            raise self.ended(f"broke the connection ({error})") from error
+        except EOFError:
+            raise self.ended("ended") from None
 
     def ended(self, symptom: str) -> EngineDiedError:
         """Return the error for an engine that has ended, with the reason that it wrote, if any."""
-        reason = reason_of_end(self._socket_path.with_suffix(".failure"))
+        reason = None if self._failure_path is None else reason_of_end(self._failure_path)
         what = f"ended: {reason}" if reason else symptom
         return EngineDiedError(f"{self.name} {what}. Log: {self.log_path}")
 
@@ -172,9 +168,49 @@ class Connection:
             return True
 
     def explain_end(self, reason: str) -> None:
-        """Write the reason for an end that the engine cannot explain itself, unless there is one."""
-        with suppress(OSError), open(self._socket_path.with_suffix(".failure"), "x") as file:
+        """Write the reason for an end that an engine of this node cannot explain itself, unless there is one."""
+        assert self._failure_path is not None
+        with suppress(OSError), open(self._failure_path, "x") as file:
             file.write(reason)
 
     def close(self) -> None:
         self._socket.close()
+
+
+def connect(path: str | Path, name: str, log_path: Path, timeout_s: float = 30.0) -> Connection:
+    """Connect to an engine of this node.
+
+    Args:
+        path (`str` or `Path`):
+            Path of the engine's socket.
+        name (`str`), log_path (`Path`):
+            As in [`Connection`].
+        timeout_s (`float`, *optional*, defaults to 30.0):
+            Deadline for connecting, in seconds.
+
+    Raises:
+        `EngineDiedError`: if no engine listens there.
+    """
+    path = Path(path)
+    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stream.settimeout(timeout_s)
+    try:
+        _connect(stream, str(path), time.monotonic() + timeout_s)
+    except OSError as error:
+        stream.close()
+        gone = "" if path.parent.is_dir() else f" {path.parent} was removed, by a cleaner perhaps."
+        raise EngineDiedError(
+            f"{name}: cannot connect to its socket ({error}).{gone} Log: {log_path}"
+        ) from error
+    return Connection(stream, name, log_path, path.with_suffix(".failure"))
+
+
+def _connect(stream: socket.socket, path: str, deadline: float) -> None:
+    while True:
+        try:
+            return stream.connect(path)
+        except ConnectionRefusedError:
+            # For a moment between the engine's `bind` and `listen` the socket exists but refuses connections
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)

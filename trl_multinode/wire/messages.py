@@ -1,4 +1,4 @@
-"""Protocol between a rank and an engine of its node: length-prefixed msgspec structs on a unix stream socket.
+"""Protocol between a rank and an engine: length-prefixed msgspec structs on a stream socket.
 
 Token ids and log-probs are raw int32 and float32 buffers: packed arrays cost 0.14 microseconds per token, nested lists
 as JSON 5.7 microseconds and 97 bytes. Nothing is pickled. End of file means that the other process has ended.
@@ -320,18 +320,8 @@ class Failure(Message, frozen=True):
     error: ErrorName = "EngineError"
 
 
-Request = (
-    Hello
-    | Await
-    | Peek
-    | Generate
-    | Score
-    | OpenSlots
-    | CheckSlot
-    | UpdateWeights
-    | Digest
-    | Shutdown
-)
+RowRequest = Hello | Await | Peek | Generate | Score  # what a rank of another node may send
+Request = RowRequest | OpenSlots | CheckSlot | UpdateWeights | Digest | Shutdown
 Reply = Ready | Progress | Completions | Done | Digests | Failure
 
 

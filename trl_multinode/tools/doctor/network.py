@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from ...run.addresses import route_to
 from .case import Case
 from .facts import Fact, Finding
 
@@ -66,16 +67,6 @@ def chosen_interfaces(value: str, names: Sequence[str]) -> list[str]:
         if any(name == word if exact else name.startswith(word) for word in words)
     ]
     return [name for name in names if name not in hit and name != "lo"] if excluded else hit
-
-
-def route_to(address: str) -> str | None:
-    """Return this node's own address on the way to another one; nothing is sent."""
-    with suppress(OSError):
-        for family, kind, _, _, target in socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind) as probe, suppress(OSError):
-                probe.connect(target)
-                return probe.getsockname()[0]
-    return None
 
 
 def nic_towards(case: Case) -> Nic | None:
