@@ -42,7 +42,7 @@ from replayed_core import VOCABULARY, Rank, Server, run_our_engine, run_real_eng
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
-from trl_multinode.engine.node_engines import NodeEngines
+from trl_multinode.engine.node_engines import NodeEngines, local_places
 from trl_multinode.engine.settings import save_without_weights
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.generation import NodeGeneration
@@ -86,7 +86,9 @@ def our_rank(path: Path, rank: int) -> Callable[[], Callable]:
         deadline = time.monotonic() + 120
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        engines = NodeEngines([path], 0, rank, path.with_suffix(".load"), 300.0, ROWS, path.parent)
+        engines = NodeEngines(
+            local_places([path], 0, path.parent), 0, rank, path.with_suffix(".load"), 300.0, ROWS
+        )
         host = SimpleNamespace(
             settings=NodeSettings(),
             topology=f"rank {rank}",

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from waiting import until
 
-from trl_multinode.engine.node_engines import NodeEngines
+from trl_multinode.engine.node_engines import NodeEngines, local_places
 from trl_multinode.engine_process.backend import Backend, CompletionBuffer
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.errors import EngineDiedError
@@ -106,7 +106,9 @@ def serving(
         threads.append(thread)
         # one after the other: a server changes the umask while it starts
         _wait_until_listening(socket)
-    engines = NodeEngines(sockets, 0, 0, folder / "load", stall_timeout_s, 8, folder)
+    engines = NodeEngines(
+        local_places(sockets, 0, folder), 0, 0, folder / "load", stall_timeout_s, 8
+    )
     try:
         yield engines
     finally:

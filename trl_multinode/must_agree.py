@@ -152,6 +152,7 @@ def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
             }
         )
     refuse(list(found.values()))
+    host.rank.check_engines()
     warn_of(host, args)
     check_rows(host, args, call)
 

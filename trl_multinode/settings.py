@@ -105,8 +105,14 @@ class Settings:
         "that one GPU is enough.",
     )
     num_engines: Annotated[
-        int | None, COUNT, "GPUs for engines / `vllm_tensor_parallel_size`; 1 on a CPU"
-    ] = setting(None, "Engines per node.")
+        int | None,
+        Number(least=0, most=1024),
+        "GPUs for engines / `vllm_tensor_parallel_size`; 1 on a CPU",
+    ] = setting(
+        None,
+        "Engines of each node. A node with 0, or whose ranks train on all of its GPUs, uses the engines of the other "
+        "nodes, which needs a secret (docs/operate/security.md).",
+    )
     engine_kwargs: dict[str, Any] | str | None = setting(
         None,
         "Further keywords of vLLM's `EngineArgs`, as a dict or JSON. Unless they are in here, `max_num_seqs` is the "

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,12 +26,12 @@ from ported import NODE, POOL, open_port, read
 from served import Keeper, serving
 from waiting import HANG_S, until
 
-from multinode_kit.engines import FAKE, SyncDriver, running_engines
+from multinode_kit.engines import FAKE, SyncDriver, running_engines, sockets_of
 from multinode_kit.faults import Faults
 from multinode_kit.models import tiny_qwen2
 from multinode_kit.namespaces import Namespaces, enter_node, namespaces_available
 from trl_multinode.engine.client import EngineClient
-from trl_multinode.engine.node_engines import NodeEngines
+from trl_multinode.engine.node_engines import EnginePlace, NodeEngines, local_places
 from trl_multinode.engine.remote_rows import ROWS, connect_rows, row_services
 from trl_multinode.engine.stream import Request
 from trl_multinode.engine_process import server
@@ -71,14 +72,13 @@ class RemoteEngines(NodeEngines):
     """A rank of node 1 on the engines of node 3."""
 
     def __init__(self, address, local: NodeEngines, load: Path, rank: int = 5, **settings):
-        self._address = address
-        super().__init__(local._sockets, NODE, rank, load, 60.0, 64, LOG.parent, **settings)
+        places = [
+            EnginePlace(NODE, index, partial(connect_rows, address, index, 1, POOL, LOG))
+            for index in range(len(local))
+        ]
+        super().__init__(places, 1, rank, load, 60.0, 64, **settings)
         for client in self:
             client._sent = local._sent
-
-    def _connect(self, index: int, timeout_s: float = 30.0) -> EngineClient:
-        connection = connect_rows(self._address, index, 1, POOL, LOG, timeout_s)
-        return self._client(connection, index, tolerant=self.tolerant)
 
 
 # ---- on the fake engine
@@ -92,13 +92,13 @@ def node(tmp_path_factory):
     with running_engines(model, folder, engine, num_engines=2) as engines:
         driver = SyncDriver(model, engines)
         driver.send()
-        with open_port(row_services(engines._sockets)) as address:
+        with open_port(row_services(sockets_of(engines))) as address:
             yield SimpleNamespace(
                 driver=driver,
                 local=engines,
                 address=address,
                 folder=folder,
-                sockets=engines._sockets,
+                sockets=sockets_of(engines),
             )
 
 
@@ -161,14 +161,14 @@ def test_a_refusal_is_that_of_the_unix_socket(node, remote, prompt, sampling):
 
 def test_ranks_of_two_nodes_at_once_get_their_own_rows(node, tmp_path):
     expected = [generated(node.local, requests(5, first)) for first in range(5, 11)]
-    near, far = node.local._sockets, node.address
+    near, far = sockets_of(node.local), node.address
 
     def rank(number: int) -> list:
         load = tmp_path / f"load{number % 2}"
         if number % 2:
             engines = RemoteEngines(far, node.local, load, number)
         else:
-            engines = NodeEngines(near, 0, number, load, 60.0, 64, LOG.parent)
+            engines = NodeEngines(local_places(near, 0, LOG.parent), 0, number, load, 60.0, 64)
         with closing(engines):
             return [generated(engines, requests(5, 5 + number)) for _ in range(3)]
 
@@ -204,7 +204,7 @@ def test_rows_of_an_engine_that_ends_are_generated_on_another_one(tmp_path):
         SyncDriver(model, local).send()
         expected = generated(local, requests(4), 60)
         with (
-            open_port(row_services(local._sockets)) as address,
+            open_port(row_services(sockets_of(local))) as address,
             closing(RemoteEngines(address, local, tmp_path / "far", tolerant=True)) as remote,
             closing(RemoteEngines(address, local, tmp_path / "alone")) as strict,
         ):
@@ -288,7 +288,7 @@ def lines():
 def address(backend, lines, tmp_path):
     with (
         serving(backend, folder=tmp_path / "node") as engines,
-        open_port(row_services(engines._sockets), lines.append) as address,
+        open_port(row_services(sockets_of(engines)), lines.append) as address,
     ):
         backend.seen.clear()
         yield address
@@ -481,7 +481,7 @@ def test_replies_that_a_rank_does_not_read_wait_in_the_engine(backend, tmp_path)
     tokens, count = 250_000, 100  # 2 MB a row
     with (
         serving(backend, folder=tmp_path / "node") as engines,
-        port_of_its_own(engines._sockets[0]) as (address, pid),
+        port_of_its_own(sockets_of(engines)[0]) as (address, pid),
         closing(connected(address)) as connection,
     ):
         before = anonymous_bytes(pid)
@@ -555,7 +555,7 @@ def test_another_host_reaches_a_port_on_one_address_and_both_notice_a_cut_link(
     def engines_node() -> list:
         own = route_to(hosts.address(1))
         with serving(backend, folder=temporary / "node") as engines:
-            with open_port(row_services(engines._sockets), host=own) as address:
+            with open_port(row_services(sockets_of(engines)), host=own) as address:
                 print("PORT", address.port, flush=True)
                 found = [own, route_to("127.0.0.1"), listeners(os.getpid())]
                 found += [refused(address, host) for host in (own, "127.0.0.1", SECOND)]

@@ -15,11 +15,11 @@ from forks import forked
 from waiting import HANG_S, until
 
 from multinode_kit import engines as testing_engines
-from multinode_kit.engines import FAKE, SyncDriver, running_engines
+from multinode_kit.engines import FAKE, SyncDriver, running_engines, sockets_of
 from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.client import EngineClient
 from trl_multinode.engine.load import EngineLoad
-from trl_multinode.engine.node_engines import NodeEngines
+from trl_multinode.engine.node_engines import NodeEngines, local_places
 from trl_multinode.engine.process import EngineProcess
 from trl_multinode.engine.stream import Request, RequestStream
 from trl_multinode.errors import EngineDiedError, EngineStalledError
@@ -37,18 +37,16 @@ def engines(tmp_path_factory):
         yield engines
 
 
-def sockets(engines: NodeEngines) -> list[Path]:
-    return [Path(engine._connection._socket.getpeername()) for engine in engines]
-
-
 def board(engines: NodeEngines) -> Path:
-    return sockets(engines)[0].parent / "load"
+    return sockets_of(engines)[0].parent / "load"
 
 
 @contextmanager
 def another_rank(engines: NodeEngines, stall_timeout_s: float = 60.0, window: int = 1000):
     logs = engines[0]._connection.log_path.parent
-    other = NodeEngines(sockets(engines), 0, 1, board(engines), stall_timeout_s, window, logs)
+    other = NodeEngines(
+        local_places(sockets_of(engines), 0, logs), 0, 1, board(engines), stall_timeout_s, window
+    )
     yield other
     other.close()
 
@@ -301,7 +299,7 @@ def test_a_killed_engine_is_named_and_a_normal_end_of_the_other_leaves_nothing(
         SyncDriver(model, engines).send()
         pids, folder = [engine.ready.pid for engine in engines], board(engines).parent
         assert folder.stat().st_mode & 0o777 == 0o700
-        assert [path.stat().st_mode & 0o777 for path in sockets(engines)] == [0o600] * 2
+        assert [path.stat().st_mode & 0o777 for path in sockets_of(engines)] == [0o600] * 2
         os.kill(pids[0], signal.SIGKILL)
         with pytest.raises(EngineDiedError, match="engine 0 of node 0 .*engine0.log"):
             engines.generate(requests(4), 200, SAMPLING, 1)

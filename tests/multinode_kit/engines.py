@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from trl_multinode.engine.client import Rollout
-from trl_multinode.engine.node_engines import NodeEngines
+from trl_multinode.engine.node_engines import NodeEngines, local_places
 from trl_multinode.engine.process import EngineProcess, wait_until_ready
 from trl_multinode.engine.run_folder import RunFolder
 from trl_multinode.engine.settings import (
@@ -88,7 +88,7 @@ def running_engines(
         sockets = [process.socket_path for process in processes]
         rows = sys.maxsize if num_engines == 1 else window
         engines = NodeEngines(
-            sockets, 0, 0, folder.path / "load", stall_timeout_s, rows, log_folder
+            local_places(sockets, 0, log_folder), 0, 0, folder.path / "load", stall_timeout_s, rows
         )
         ends.callback(engines.close)
         yield engines
@@ -179,10 +179,15 @@ def worst_difference(
     return max(differences)
 
 
+def sockets_of(engines: NodeEngines) -> list[Path]:
+    """Return the unix sockets of the engines of this node."""
+    return [Path(client._connection._socket.getpeername()) for client in engines]
+
+
 def connected_again(engines: NodeEngines) -> NodeEngines:
     """Return further connections to the same engines, which accept the same versions."""
-    logs, load = engines[0]._connection.log_path.parent, engines._sockets[0].parent / "load"
-    other = NodeEngines(engines._sockets, 0, 0, load, 60.0, engines._window, logs)
+    load = sockets_of(engines)[0].parent / "load"
+    other = NodeEngines(engines.places, 0, 0, load, 60.0, engines._window)
     for client in other:
         client._sent = engines._sent
     return other

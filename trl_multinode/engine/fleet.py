@@ -5,8 +5,11 @@ import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ..errors import EngineError, EngineStartError
 from ..node_settings import NodeSettings
@@ -14,11 +17,14 @@ from ..run.endings.exit_codes import ENGINE
 from ..run.phase_file import PhaseFile
 from ..run.topology import Topology
 from ..run.watch.watchdog import Watchdog
+from ..wire.handshake import PortAddress
 from ..wire.leftovers import remove_leftovers
 from ..wire.messages import EngineSpec
 from .cores import engine_cores
-from .node_engines import NodeEngines
+from .node_engines import EnginePlace, NodeEngines, local_places
+from .node_port import NodePort, pool_of
 from .process import EngineProcess, wait_until_ready
+from .remote_rows import connect_rows, row_services
 from .restarts import EngineRestarts
 from .run_folder import RunFolder, check_private
 from .settings import EngineSettings, save_without_weights, start_inputs
@@ -39,9 +45,9 @@ class EngineFleet:
     ```python
     fleet = EngineFleet(topology, watch, store, settings, logs, report, phases)
     if topology.is_local_main:
-        fleet.launch(engine_settings, num_engines, outline, processing_class)  # optional, before a model is loaded
-        fleet.start(engine_settings, num_engines, model, processing_class)
-    engines = fleet.connect(num_engines, window)    # every rank of the node, as often as it needs clients
+        fleet.launch(engine_settings, outline, processing_class)  # optional, before a model is loaded
+        fleet.start(engine_settings, model, processing_class)
+    engines = fleet.connect(window)                 # every rank of the node, as often as it needs clients
     fleet.close(engines)                            # ends the engines; on other ranks only closes the clients
     ```
 
@@ -86,18 +92,15 @@ class EngineFleet:
         self._launched: tuple[EngineSettings, Path]
         self._is_awaited = False  # by the main thread, which raises the error of a failed start
         self.restarts: EngineRestarts | None = None  # on the local main process
+        self._port: NodePort | None = None
 
-    def launch(
-        self, settings: EngineSettings, num_engines: int, model: Any, processing_class: Any
-    ) -> None:
+    def launch(self, settings: EngineSettings, model: Any, processing_class: Any) -> None:
         """Start the node's engine processes without waiting for them. Local main process only.
 
         Until `start` waits for them, the watch thread ends the run if one fails. Engines that run already go on if
         they were started with the same; otherwise they are started again.
         """
-        if self._run_folder is None:
-            remove_leftovers(self._report)
-            self._run_folder = RunFolder(self._topology.node)
+        self._open_folder()
         model_folder = self.folder / ("loaded_model" if self._processes else "model")
         save_without_weights(model, processing_class, model_folder)
         if not self._processes:
@@ -110,11 +113,17 @@ class EngineFleet:
         else:
             return
         self._launched = settings, model_folder
+        num_engines = len(settings.devices.per_engine)
         self._report(f"starting {num_engines} engine(s); logs in {self._logs}")
         for process in self._processes:
             process.kill()
         for index in range(num_engines):
             self._processes[index : index + 1] = [self._start_engine(index)]
+
+    def _open_folder(self) -> None:
+        if self._run_folder is None:
+            remove_leftovers(self._report)
+            self._run_folder = RunFolder(self._topology.node)
 
     def _differences(self, settings: EngineSettings, model_folder: Path) -> list[str]:
         """Return the names of what engines would start with now, and what differs from what they were started with."""
@@ -137,17 +146,21 @@ class EngineFleet:
             if self._topology.launched:
                 self._watch.report(f"{type(error).__name__}: {error}", code=ENGINE)
 
-    def start(
-        self, engine_settings: EngineSettings, num_engines: int, model: Any, processing_class: Any
-    ) -> None:
+    def start(self, engine_settings: EngineSettings, model: Any, processing_class: Any) -> None:
         """Start the node's engines, unless `launch` did, and wait until they are ready. Local main process only.
+
+        If another node has none, its ranks reach these through a port from then on. A node without engines gets only
+        the folder that its ranks share.
 
         Raises:
             `EngineStartError`: if an engine ends, or is not ready within `engine_start_timeout`.
         """
         # from here on this thread raises the error of a failed start, which explains more than the watch thread's
         self._is_awaited = True
-        self.launch(engine_settings, num_engines, model, processing_class)
+        if not engine_settings.devices.per_engine:
+            self._open_folder()
+            return
+        self.launch(engine_settings, model, processing_class)
         settings = self._settings
         wait_until_ready(self._processes, settings.engine_start_timeout, self._report)
         self.restarts = EngineRestarts(
@@ -159,6 +172,9 @@ class EngineFleet:
             self._report,
         )
         self.restarts.watch_engines()
+        if self._topology.has_remote_engines:
+            sockets = [process.socket_path for process in self._processes]
+            self._port = NodePort(self._topology, self._store, row_services(sockets), self._report)
 
     def _start_engine(self, index: int) -> EngineProcess:
         settings, model_folder = self._launched
@@ -190,39 +206,60 @@ class EngineFleet:
         assert self._run_folder is not None
         return self._run_folder.path
 
-    def connect(self, num_engines: int, window: int) -> NodeEngines:
+    def connect(self, window: int) -> NodeEngines:
         """Connect this rank to the node's engines; wait until the local main process has started them.
 
+        A rank of a node without engines connects to those of all other nodes.
+
         Raises:
-            `EngineError`: if the local main process does not start them in time.
+            `EngineError`: if a local main process does not start them in time.
         """
-        folder = self._folder_of_node()
+        topology = self._topology
+        key = f"folder/{topology.node}"
+        if self._run_folder is not None:
+            self._store.set(key, str(self._run_folder.path))
+        folder = Path(self._written(key, topology.node))
+        check_private(folder)
+        if num_engines := topology.nodes[topology.node].engines:
+            sockets = [folder / f"engine{index}.sock" for index in range(num_engines)]
+            places = local_places(sockets, topology.node, self._logs)
+        else:
+            places = self._remote_places()
         return NodeEngines(
-            [folder / f"engine{index}.sock" for index in range(num_engines)],
-            self._topology.node,
-            self._topology.rank,
+            places,
+            topology.node,
+            topology.rank,
             folder / "load",
             self._settings.engine_stall_timeout,
             window=window,
-            log_folder=self._logs,
             tolerant=self._settings.engine_restarts > 0,
         )
 
-    def _folder_of_node(self) -> Path:
-        key = f"folder/{self._topology.node}"
-        if self._run_folder is not None:
-            self._store.set(key, str(self._run_folder.path))
+    def _remote_places(self) -> list[EnginePlace]:
+        """Return the places of the engines of all other nodes."""
+        pool = pool_of(self._store)
+        found = []
+        for node, shape in enumerate(self._topology.nodes):
+            if not shape.engines:
+                continue
+            address = msgspec.json.decode(self._written(f"port/{node}", node), type=PortAddress)
+            for index in range(shape.engines):
+                log = self._logs.with_name(f"node{node}") / f"engine{index}.log"
+                connect = partial(connect_rows, address, index, self._topology.node, pool, log)
+                found.append(EnginePlace(node, index, connect))
+        return found
+
+    def _written(self, key: str, node: int) -> str:
+        """Wait for a key that the local main process of a node writes when its engines are ready."""
         seconds = self._settings.engine_start_timeout + OTHER_RANKS_WAIT_LONGER_S
         try:
             self._store.wait([key], timedelta(seconds=seconds))
         except Exception as error:
             raise EngineError(
-                f"Rank {self._topology.rank} (node {self._topology.node}) got no engines from its local main process "
-                f"within {seconds:.0f} s: {error}. See {self._logs}, or raise `engine_start_timeout`."
+                f"Rank {self._topology.rank} (node {self._topology.node}) got no engines from the local main process "
+                f"of node {node} within {seconds:.0f} s: {error}. See {self._logs}, or raise `engine_start_timeout`."
             ) from error
-        folder = Path(self._store.get(key).decode())
-        check_private(folder)
-        return folder
+        return self._store.get(key).decode()
 
     def close(self, engines: NodeEngines | None) -> None:
         """End the node's engines, cleanly if this rank is connected to them. A second call does nothing."""
@@ -231,7 +268,9 @@ class EngineFleet:
         self._is_awaited = True
         if self.restarts is not None:
             self.restarts.close()
-        if engines is not None:
+        if self._port is not None:
+            self._port.close()
+        if engines is not None and self._processes:
             engines.shutdown(STOP_TIMEOUT_S)
         for process in self._processes:
             process.stop(STOP_TIMEOUT_S if engines is not None else 0.0)

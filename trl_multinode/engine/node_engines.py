@@ -1,16 +1,16 @@
-"""A rank's clients for all engines of its node: completions, and (on the local main process) weight updates.
+"""A rank's clients for its engines: completions, and (on the local main process) weight updates.
 
-Nothing in here is a collective: a rank communicates with the engines of its own node only.
+Nothing in here is a collective. The engines are those of the rank's node or, if it has none, those of all other nodes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from ..errors import EngineDiedError, EngineError
-from ..wire.connection import connect
+from ..wire.connection import Connection, connect
 from ..wire.messages import Generate, WeightVersion
 from .client import EngineClient, Rollout
 from .group import EngineGroup
@@ -20,12 +20,40 @@ from .stream import Request, RequestStream
 CONNECT_AGAIN_S = 5.0  # limit for a connection to an engine that was started again and is ready
 
 
-class NodeEngines(EngineGroup):
-    """A rank's clients for the engines of its node, by their index.
+@dataclass(frozen=True)
+class EnginePlace:
+    """Place of an engine.
 
     Args:
-        sockets (`Sequence[Path]`):
-            Unix sockets, one per engine.
+        node (`int`), index (`int`):
+            Its node, and its index there.
+        connect (`Callable[[float], Connection]`):
+            Function that connects to it within a number of seconds.
+    """
+
+    node: int
+    index: int
+    connect: Callable[[float], Connection]
+
+
+def local_places(sockets: Sequence[Path], node: int, log_folder: Path) -> list[EnginePlace]:
+    """Return the places of a node's engines with these unix sockets, for a rank of the node."""
+
+    def place(index: int, path: Path) -> EnginePlace:
+        log = log_folder / f"engine{index}.log"
+        return EnginePlace(
+            node, index, partial(connect, path, f"engine {index} of node {node}", log)
+        )
+
+    return [place(index, path) for index, path in enumerate(sockets)]
+
+
+class NodeEngines(EngineGroup):
+    """A rank's clients for its engines, by their place in `places`, which for those of its node is their index.
+
+    Args:
+        places (`Sequence[EnginePlace]`):
+            Places of the engines.
         node (`int`), rank (`int`):
             Numbers of the calling rank and its node, for error messages.
         load (`Path`):
@@ -35,8 +63,6 @@ class NodeEngines(EngineGroup):
         window (`int`):
             Rows that this rank keeps in flight per engine if the node has several. Further rows wait in the rank, so
             that they go to the engine that has room first.
-        log_folder (`Path`):
-            Folder of the engines' logs, for error messages.
         tolerant (`bool`, *optional*, defaults to `False`):
             Give an engine up that died or stalled, instead of raising its error: its owner starts it again.
 
@@ -48,37 +74,37 @@ class NodeEngines(EngineGroup):
 
     def __init__(
         self,
-        sockets: Sequence[Path],
+        places: Sequence[EnginePlace],
         node: int,
         rank: int,
         load: Path,
         stall_timeout_s: float,
         window: int,
-        log_folder: Path,
         tolerant: bool = False,
     ):
         self.tolerant = tolerant
         self.recover: Callable[[], None] | None = None
         self._renew_next: set[int] = set()  # engines for `_renew_now`
-        self._sockets = sockets
-        self._log_folder = log_folder
+        self.places = places
         # optimizer step of every weight update that was sent, by its number
         self._sent: dict[int, int] = {}
-        self._node = node
         self._client = partial(
             EngineClient, rank=rank, node=node, stall_timeout_s=stall_timeout_s, sent=self._sent
         )
         self._window = window
-        self._load = EngineLoad(load, len(sockets))
+        self._load = EngineLoad(load, len(places))
         self._stream: RequestStream | None = None  # the open one, or that of the running `generate`
-        super().__init__(map(self._connect, range(len(sockets))))
+        super().__init__(map(self._connect, range(len(places))))
 
     def _connect(self, index: int, timeout_s: float = 30.0) -> EngineClient:
-        log = self._log_folder / f"engine{index}.log"
-        connection = connect(
-            self._sockets[index], f"engine {index} of node {self._node}", log, timeout_s
-        )
+        connection = self.places[index].connect(timeout_s)
         return self._client(connection, index, tolerant=self.tolerant)
+
+    def indices_of(self, places: Collection[tuple[int, int]]) -> list[int]:
+        """Return which of these clients are for an engine of these nodes and indices there."""
+        return [
+            index for index, place in enumerate(self.places) if (place.node, place.index) in places
+        ]
 
     # ---- engines that are started again -----------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from ..errors import EngineStartError
@@ -153,15 +154,28 @@ class EngineRestarts:
             self._changed.notify_all()
 
 
-def lost_engine(node: int, index: int, start: int) -> str:
-    """Return the word with which a rank asks all ranks for the weights of an engine whose process has ended."""
-    return f"{node}:{index}:{start}"
+@dataclass(frozen=True, order=True)
+class LostEngine:
+    """Engine whose process has ended, and which needs the weights of all ranks.
+
+    Args:
+        node (`int`), index (`int`), start (`int`):
+            Its node, its index there, and the number of the process.
+    """
+
+    node: int
+    index: int
+    start: int
+
+    def __str__(self) -> str:
+        """Return the word with which a rank asks all ranks for the weights."""
+        return f"{self.node}:{self.index}:{self.start}"
 
 
-def lost_engines(words: list[str], node: int) -> list[tuple[int, int]]:
-    """Return index and number of the last process of each lost engine of `node` among the words of a meeting.
+def lost_engines(words: list[str]) -> list[LostEngine]:
+    """Return each lost engine among the words of a meeting, with the number of its last process.
 
     A rank that could not connect to a process before it ended asks with the number of the one before.
     """
-    found = sorted(tuple(map(int, word.split(":"))) for word in words)
-    return list({index: start for where, index, start in found if where == node}.items())
+    found = sorted(LostEngine(*map(int, word.split(":"))) for word in words)
+    return list({(one.node, one.index): one for one in found}.values())

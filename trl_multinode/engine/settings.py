@@ -83,17 +83,29 @@ class EngineSettings:
         rows = (self.keywords.get("max_num_seqs") or 8) // self.settings.vllm_tensor_parallel_size
         # one round is begun while `max_staleness` are; if an update waits for running rows, only one round is running
         rounds = self.settings.max_staleness + 1 if self.settings.in_flight else 1
-        per_engine = -(
-            -rounds * rows * self.topology.local_world_size // len(self.devices.per_engine)
-        )
+        per_engine = -(-rounds * rows * self._ranks // self._engines)
         return min(max(8, per_engine), MAX_ROWS)
+
+    @property
+    def _engines(self) -> int:
+        """Number of engines that a rank of this node uses: those of its node or, if it has none, all."""
+        return len(self.devices.per_engine) or sum(node.engines for node in self.topology.nodes)
+
+    @property
+    def _ranks(self) -> int:
+        """Number of ranks that share these engines."""
+        if not self.devices.per_engine:
+            return self.topology.world_size
+        without = sum(node.ranks for node in self.topology.nodes if not node.engines)
+        every = sum(node.engines for node in self.topology.nodes)
+        return self.topology.local_world_size + -(-without * self._engines // every)
 
     @property
     def window(self) -> int:
         """Rows that one rank keeps in flight per engine if there are several; one engine gets all rows at once."""
-        if len(self.devices.per_engine) == 1:
+        if self._engines == 1:
             return sys.maxsize
-        return max(2, int(self.max_num_seqs * WINDOW_SHARE) // self.topology.local_world_size)
+        return max(2, int(self.max_num_seqs * WINDOW_SHARE) // self._ranks)
 
     @property
     def open_window(self) -> int:
@@ -103,7 +115,7 @@ class EngineSettings:
         check of log-probs then do not wait for rows of open rounds, which may take many steps.
         """
         rounds = max(1, self.settings.max_staleness)
-        return max(1, self.max_num_seqs * rounds // (rounds + 1) // self.topology.local_world_size)
+        return max(1, self.max_num_seqs * rounds // (rounds + 1) // self._ranks)
 
     def arguments(self, model_folder: Path, index: int) -> dict:
         """Return the keywords of vLLM's `EngineArgs` for engine `index`."""

@@ -18,9 +18,17 @@ from ..run.phase_file import PhaseFile
 from ..run.phases import Phases
 from ..run.reporter import report, warn
 from ..run.store import connect_store
-from ..run.topology import EngineDevices, Topology, assign_engines, idle_gpus, shape_of
+from ..run.topology import (
+    EngineDevices,
+    Topology,
+    assign_engines,
+    check_engines,
+    idle_gpus,
+    shape_of,
+)
 from ..run.watch.watchdog import Watchdog
 from ..weights.transport import choose, machine_of
+from ..wire.secret import pool_secret
 from ..wire.stop_signals import check_preempt_signal
 
 
@@ -60,21 +68,41 @@ class RankContext:
             self.transport = choose(self.settings.weight_transport, machine_of(self.devices))
             self.watch.watch_local_ranks(self.store)
 
+    def check_engines(self) -> None:
+        """Check that this rank will have engines, once the shapes of all nodes are known. No collective.
+
+        Raises:
+            `ConfigurationError`: if no node has an engine, or if those of other nodes need a secret.
+        """
+        check_engines(self.topology, self._num_gpus)
+        if self.topology.has_remote_engines:
+            pool_secret()
+
     def _check(self) -> EngineDevices:
         check_preempt_signal()
         check_vllm()
-        num_gpus = 0
+        self._num_gpus = 0
         if not self.args.use_cpu:
             check_gpu_variables(os.environ, f"node {self.topology.node}")
-            num_gpus = torch.cuda.device_count()
-            check_accelerator(num_gpus, self.topology.node)
+            self._num_gpus = torch.cuda.device_count()
+            check_accelerator(self._num_gpus, self.topology.node)
         return assign_engines(
             self.topology,
-            num_gpus,
+            self._num_gpus,
             self.settings.vllm_devices,
             self.settings.num_engines,
             self.settings.vllm_tensor_parallel_size,
         )
+
+    @property
+    def has_engines(self) -> bool:
+        """Return whether this node has engines of its own."""
+        return bool(self.devices.per_engine)
+
+    @property
+    def sends_weights(self) -> bool:
+        """Return whether this rank is the one that sends the weights to the engines of its node."""
+        return self.topology.is_local_main and self.has_engines
 
     def report(self, text: str) -> None:
         """Print a line with this rank's node."""

@@ -13,7 +13,7 @@ import torch
 from ..engine.fleet import EngineFleet
 from ..engine.group import answers
 from ..engine.node_engines import NodeEngines
-from ..engine.restarts import lost_engine, lost_engines
+from ..engine.restarts import LostEngine, lost_engines
 from ..engine.settings import EngineSettings, engine_dtype, training_dtype
 from ..errors import EngineError
 from ..transports.opening import TRANSPORTS
@@ -62,8 +62,8 @@ class Updates:
         # sends the weights, after a meeting that asked for them
         self.on_lost: Callable[[], None] = lambda: None
         self._sync: WeightSync | None = None
-        # engines of this node for which the last meeting asked
-        self._renewed: list[tuple[int, int]] = []
+        # indices of the engines of this node for which the last meeting asked
+        self._renewed: list[int] = []
         presence.work |= {
             "generate": self._rows_left,
             "restart": self._restarting,
@@ -93,13 +93,12 @@ class Updates:
     def launch(self, model: Any, processing_class: Any, keywords: dict[str, Any]) -> None:
         """Start the processes of this node's engines with the outline of a model. Local main process only."""
         _, engine_settings = self._plan(model, keywords)
-        num_engines = len(self._rank.devices.per_engine)
-        self._fleet.launch(engine_settings, num_engines, base_of(model), processing_class)
+        self._fleet.launch(engine_settings, base_of(model), processing_class)
 
     def _plan(self, model: Any, keywords: dict[str, Any]) -> tuple[SyncPlan, EngineSettings]:
         """Return which weights of a model the syncs send, and the settings of the engines that get them."""
         rank, settings, base = self._rank, self._rank.settings, base_of(model)
-        dtype, on_gpu = engine_dtype(settings, base), bool(rank.devices.per_engine[0])
+        dtype, on_gpu = engine_dtype(settings, base), rank.devices.sender is not None
         plan = plan_sync(
             base, hasattr(model, "peft_config"), settings.lora_sync, dtype, on_gpu=on_gpu
         )
@@ -109,8 +108,11 @@ class Updates:
         )
 
     def start(self, model: Any, processing_class: Any, keywords: dict[str, Any]) -> NodeEngines:
-        """Start this node's engines (local main process) and connect to them (every rank of the node)."""
-        rank, settings, per_engine = self._rank, self._rank.settings, self._rank.devices.per_engine
+        """Start this node's engines (local main process) and connect to them (every rank of the node).
+
+        Ranks of a node without engines connect to those of the other nodes.
+        """
+        rank, settings, has_engines = self._rank, self._rank.settings, self._rank.has_engines
         self.model = model  # including its adapter: FSDP2 shards this module, and its forward gathers the shards
         base = base_of(model)
         plan, engine_settings = self._plan(model, keywords)
@@ -121,18 +123,20 @@ class Updates:
         transport.staged = stages(plan, transport, bool(settings.max_staleness))
         reason = None
         if rank.topology.is_local_main:
-            reason = reserve_slots(plan, base, self.dtype, gather, bucket_bytes, transport)
-            self._fleet.start(engine_settings, len(per_engine), base, processing_class)
+            if has_engines:
+                reason = reserve_slots(plan, base, self.dtype, gather, bucket_bytes, transport)
+            self._fleet.start(engine_settings, base, processing_class)
             transport.folder = self._fleet.folder
-        self.engines = self._fleet.connect(len(per_engine), engine_settings.window)
+        self.engines = self._fleet.connect(engine_settings.window)
         if settings.max_staleness or settings.scores_groups:
             window = engine_settings.open_window if settings.in_flight else engine_settings.window
-            self.ahead_engines = self._fleet.connect(len(per_engine), window)
+            self.ahead_engines = self._fleet.connect(window)
         plan = checked_with_engines(plan, base, self.engines, settings.lora_sync, gather)
         if plan.reason and rank.topology.rank == 0:
             rank.report(plan.reason)
+        sender = self.engines if rank.sends_weights else None
         self._sync = build_sync(
-            plan, base, self.dtype, gather, self.engines, bucket_bytes, transport, rank.topology
+            plan, base, self.dtype, gather, sender, bucket_bytes, transport, rank.topology
         )
         self._sync.in_flight, self._sync.recompute_kv = settings.in_flight, settings.recompute_kv
         self._agree_on_slots(self._sync, transport, gather, reason)
@@ -146,7 +150,8 @@ class Updates:
         transport.staged = bool(gather.extremes(wanted)[0])
         if transport.staged:
             place = gather.meet(*transport.reserved_at)
-            joined = gather.is_local_main or sync.join(place)
+            needs_none = gather.is_local_main or not self._rank.has_engines
+            joined = needs_none or sync.join(place)
             sync.takes_turns = bool(gather.extremes(joined)[0])
         if reason is not None:
             self._rank.report(f"training waits until the engines have loaded its weights: {reason}")
@@ -206,44 +211,52 @@ class Updates:
             # the other ranks are in collectives from now on, and come to no meeting
             self.engines.recover = None
 
-    def meet(self, lost: Iterable[tuple[int, int]] = ()) -> bool:
+    def meet(self, lost: Iterable[LostEngine] = ()) -> bool:
         """Wait until all ranks call this or `align`. Then wait for the engines that any rank has lost to be ready.
 
         Args:
-            lost (`Iterable[tuple[int, int]]`, *optional*):
-                Index and number of the process of each engine of this node that needs the weights.
+            lost (`Iterable[LostEngine]`, *optional*):
+                Engines of this rank that need the weights.
 
         Returns:
             `bool`: the same on every rank: whether all ranks must send the weights to engines that were lost.
         """
         node = self._rank.topology.node
         with self._rank.phases("wait"):
-            words = self._agreement.meet(
-                " ".join(lost_engine(node, index, start) for index, start in lost)
-            )
+            words = self._agreement.meet(" ".join(map(str, lost)))
         if not words:
             return False
+        engines = lost_engines(words)
+        own = [engine for engine in engines if engine.node == node]
+        self._renewed = [engine.index for engine in own]
         with self._rank.phases("restart"):
-            self._renewed = lost_engines(words, node)
             if self._fleet.restarts is not None:
-                for index, start in self._renewed:
-                    self._fleet.restarts.wait_for(index, start)
+                for engine in own:
+                    self._fleet.restarts.wait_for(engine.index, engine.start)
             self._agreement.meet()  # no rank waits in a collective while an engine starts
-        indices = [index for index, _ in self._renewed]
+        indices = []
+        if self.engines is not None:
+            lost_places = {(engine.node, engine.index) for engine in engines}
+            indices = self.engines.indices_of(lost_places)
         if indices and self.engines is not None:
             self.engines.renew(indices)
             if self.ahead_engines is not None:  # whose thread connects by itself
                 self.ahead_engines.renew_later(indices)
         return True
 
-    def lost_engines(self) -> list[tuple[int, int]]:
-        """Return index and number of the process of each engine that this rank has lost, in any of its threads."""
+    def lost_engines(self) -> list[LostEngine]:
+        """Return each engine that this rank has lost, in any of its threads."""
         assert self.engines is not None
         ahead = [client for client in self.ahead_engines or () if client.lost is not None]
         lost = {(client.index, client.ready.start) for client in (*self.engines.lost, *ahead)}
-        return sorted(lost & {(client.index, client.ready.start) for client in self.engines})
+        found = []
+        for client in self.engines:
+            if (client.index, client.ready.start) in lost:
+                place = self.engines.places[client.index]
+                found.append(LostEngine(place.node, place.index, client.ready.start))
+        return found
 
-    def engines_to_restore(self) -> list[tuple[int, int]]:
+    def engines_to_restore(self) -> list[LostEngine]:
         """Return the engines for which this rank asks before a sync: those that were started again.
 
         If no other engine of the node serves, also those that still start.
@@ -253,7 +266,7 @@ class Updates:
             return []
         lost = self.lost_engines()
         all_lost = len(lost) == len(self.engines)
-        return [(index, start) for index, start in lost if all_lost or restarts.is_ready(index)]
+        return [engine for engine in lost if all_lost or restarts.is_ready(engine.index)]
 
     @property
     def num_restarts(self) -> int:
@@ -271,8 +284,7 @@ class Updates:
         It is a collective, unless the slots have all weights.
         """
         assert self._sync is not None and self.engines is not None
-        renewed = [index for index, _ in self._renewed]
-        group = self.engines.serving(renewed) if self._rank.topology.is_local_main else None
+        group = self.engines.serving(self._renewed) if self._rank.sends_weights else None
         self._renewed = []
         source = ""
         if not self.slots_have_all:
@@ -328,9 +340,7 @@ class Updates:
         )
         if version.update == 1:
             engines = (
-                self.engines.serving(range(len(self.engines)))
-                if self._rank.topology.is_local_main
-                else None
+                self.engines.serving(range(len(self.engines))) if self._rank.sends_weights else None
             )
             probe_engines(self.model, engines, self.divergence_limit, self._rank.topology)
         self._presence.activity.synced = True

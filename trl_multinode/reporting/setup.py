@@ -47,7 +47,7 @@ def report_start(args: Any, host: Any) -> None:
     """Print the set-up of node mode, including the changed defaults. Rank 0 calls it."""
     topology, settings = host.topology, host.settings
     per_engine, share = host.devices.per_engine, settings.vllm_gpu_memory_utilization
-    where = f"GPUs {list(per_engine)}" if per_engine[0] else "CPU"
+    where = f"GPUs {list(per_engine)}" if host.devices.sender else "CPU"
     by_kind = f"{GPU_SHARE_OF_RESERVED} on a reserved GPU, else {GPU_SHARE_OF_TRAINING}"
     depends = " (rollouts depend on the layout of the run)" if settings.rollout_seed is None else ""
     lines = [
@@ -58,7 +58,11 @@ def report_start(args: Any, host: Any) -> None:
         f"rollout_seed={settings.rollout_seed}{depends}",
         f"weight_transport={host.rank.transport[0]!r}: {host.rank.transport[1]}",
     ]
-    if share == GPU_SHARE_OF_TRAINING and not host.devices.shared_with_training and per_engine[0]:
+    if (
+        share == GPU_SHARE_OF_TRAINING
+        and not host.devices.shared_with_training
+        and host.devices.sender
+    ):
         lines.append(
             f"warning: vllm_gpu_memory_utilization={share} leaves most of a reserved GPU idle; unset, it is "
             f"{GPU_SHARE_OF_RESERVED}"

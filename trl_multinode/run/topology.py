@@ -92,6 +92,11 @@ class Topology:
         self.first_ranks[:] = [0, *accumulate(node.ranks for node in nodes[:-1])]
 
     @property
+    def has_remote_engines(self) -> bool:
+        """Return whether the ranks of a node without engines use those of other nodes."""
+        return not all(node.engines for node in self.nodes)
+
+    @property
     def num_devices(self) -> int:
         """Number of devices of the run, training and reserved ones."""
         return self.world_size + sum(node.reserved for node in self.nodes)
@@ -183,15 +188,16 @@ def assign_engines(
         requested (`Sequence[int]`, *optional*):
             Indices among the visible GPUs, training GPUs allowed. Default: all GPUs that no local rank trains on.
         num_engines (`int`, *optional*):
-            Engines per node. Default: as many as fit, or one on a CPU machine.
+            Engines of the node. Default: as many as fit, none if no GPU is left, or one on a CPU machine.
         tensor_parallel_size (`int`):
             GPUs per engine.
 
     Raises:
-        `ConfigurationError`: if no GPU is left, or the numbers do not fit; the message names the setting or numbers.
+        `ConfigurationError`: if the numbers do not fit; the message names the setting or numbers.
     """
     if num_gpus == 0:
-        return EngineDevices(((),) * (num_engines or 1), shared_with_training=False)
+        on_cpu = 1 if num_engines is None else num_engines
+        return EngineDevices(((),) * on_cpu, shared_with_training=False)
     names = visible_devices(environ, num_gpus)
     # on AMD, torch counts ROCR_VISIBLE_DEVICES where CUDA_VISIBLE_DEVICES hides more
     num_gpus = len(names)
@@ -202,7 +208,7 @@ def assign_engines(
         else [i for i in range(num_gpus) if i not in training]
     )
     _check_chosen(topology, chosen, names, environ)
-    count = num_engines or len(chosen) // tensor_parallel_size
+    count = len(chosen) // tensor_parallel_size if num_engines is None else num_engines
     _check_counts(topology, chosen, count, tensor_parallel_size)
     groups = [
         chosen[i * tensor_parallel_size : (i + 1) * tensor_parallel_size] for i in range(count)
@@ -261,15 +267,10 @@ def idle_gpus(devices: EngineDevices) -> str:
 def _check_chosen(
     topology: Topology, chosen: list[int], names: list[str], environ: Mapping[str, str]
 ) -> None:
-    seen = f"this node sees {len(names)} GPUs"
-    variable = gpu_variable(environ)
-    if variable in environ:
-        by_accelerate = " or by `gpu_ids` in the YAML" if variable == CUDA else ""
-        seen += f" ({variable}={environ[variable]}, set by you{by_accelerate})"
     outside = [index for index in chosen if not 0 <= index < len(names)]
     if outside:
         raise ConfigurationError(
-            f"`vllm_devices` names GPU {outside}, but {seen}, so 0 to {len(names) - 1} can be named.",
+            f"`vllm_devices` names GPU {outside}, but {_seen(names, environ)}, so 0 to {len(names) - 1} can be named.",
             setting="vllm_devices",
             got=outside,
             node=topology.node,
@@ -283,13 +284,34 @@ def _check_chosen(
             node=topology.node,
             cure="Name each once.",
         )
-    if not chosen:
-        raise ConfigurationError(
-            f"No GPU is left for the engine: {seen} and trains on {topology.local_world_size}.",
-            setting="num_processes",
-            got=topology.world_size,
-            node=topology.node,
-            cure=f"Lower `num_processes` (now {topology.world_size}; "
-            f"{max(1, len(names) - 1) * topology.num_nodes} leaves one per node), use `gpu_ids: all`, or "
-            "name a training GPU to share in `vllm_devices`.",
-        )
+
+
+def check_engines(
+    topology: Topology, num_gpus: int, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Check that any node has an engine, once the shapes of all nodes are known.
+
+    Raises:
+        `ConfigurationError`: on every rank, if none has; the message has what the calling rank's node sees.
+    """
+    if any(node.engines for node in topology.nodes):
+        return
+    names = visible_devices(environ, num_gpus) if num_gpus else []
+    left = max(1, len(names) - 1) * topology.num_nodes
+    raise ConfigurationError(
+        f"No GPU is left for the engine: {_seen(names, environ)} and trains on {topology.local_world_size}.",
+        setting="num_processes",
+        got=topology.world_size,
+        node=topology.node,
+        cure=f"Lower `num_processes` (now {topology.world_size}; {left} leaves one per node), use `gpu_ids: all`, "
+        "raise `num_engines` if it is 0, or name a training GPU to share in `vllm_devices`.",
+    )
+
+
+def _seen(names: list[str], environ: Mapping[str, str]) -> str:
+    seen = f"this node sees {len(names)} GPUs"
+    variable = gpu_variable(environ)
+    if variable in environ:
+        by_accelerate = " or by `gpu_ids` in the YAML" if variable == CUDA else ""
+        seen += f" ({variable}={environ[variable]}, set by you{by_accelerate})"
+    return seen

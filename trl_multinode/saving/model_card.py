@@ -57,7 +57,7 @@ def device_rows(topology: Topology, devices: EngineDevices) -> dict[str, str]:
     """Return the rows of the model card's table that describe devices and engines."""
     per_node = [node.engines for node in topology.nodes]
     engines = f"{sum(per_node)} ({by_node(per_node)} per node)"
-    if not devices.per_engine[0]:
+    if devices.sender is None:
         return {
             "Devices": "CPU only: no GPU trained, none was reserved",
             "vLLM engines": f"{engines}, on the CPU",

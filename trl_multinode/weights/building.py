@@ -146,7 +146,7 @@ def build_sync(
     base: nn.Module,
     dtype: torch.dtype,
     gather: ShardGather,
-    engines: NodeEngines,
+    engines: NodeEngines | None,
     bucket_bytes: int,
     transport: Transport,
     topology: Topology,
@@ -156,8 +156,7 @@ def build_sync(
     Raises:
         `ConfigurationError`: if the ranks would send different tensors.
     """
-    sender = engines if topology.is_local_main else None
-    sync = WeightSync(plan.source(base, dtype, gather), sender, bucket_bytes, transport)
+    sync = WeightSync(plan.source(base, dtype, gather), engines, bucket_bytes, transport)
     lowest, highest = gather.extremes(sync.plan_crc)
     if lowest != highest:
         raise ConfigurationError(

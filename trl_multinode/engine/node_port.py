@@ -1,0 +1,78 @@
+"""The port of a training node, for ranks of nodes without engines, in a thread of the local main process."""
+
+import asyncio
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..run.addresses import route_to
+from ..run.topology import Topology
+from ..run.versions import local_versions
+from ..wire.handshake import Pool
+from ..wire.port import Port, Service
+from ..wire.secret import pool_secret
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+MUST_AGREE = ("trl_multinode", "vllm")
+
+
+def pool_of(store: "Store") -> Pool:
+    """Return the secret of the run's nodes, and the facts that they must agree on.
+
+    Raises:
+        `ConfigurationError`: if this node has no secret.
+    """
+    secret = pool_secret()
+    # the first one that comes gives the run its name
+    run = store.compare_set("pool", "", secrets.token_hex(8)).decode()
+    versions = local_versions()
+    return Pool(secret, {"run": run} | {name: versions[name] for name in MUST_AGREE})
+
+
+class NodePort:
+    """Port of this node, from the construction to `close`. Local main process only.
+
+    Args:
+        topology (`Topology`):
+            Topology of this rank.
+        store (`torch.distributed.Store`):
+            Store of the run, in which other nodes find the port.
+        services (`Mapping[tuple[str, int], Service]`):
+            Services of the port.
+        report (`Callable[[str], None]`):
+            Function that prints a line about a refused peer.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        store: "Store",
+        services: Mapping[tuple[str, int], Service],
+        report: Callable[[str], None],
+    ):
+        # on the interface that leads to node 0, and on no other one
+        host = route_to(os.environ["MASTER_ADDR"]) or "127.0.0.1"
+        port = Port(host, topology.node, pool_of(store), services, report)
+        store.set(f"port/{topology.node}", msgspec.json.encode(port.address).decode())
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(port.serve())
+        self._thread = threading.Thread(target=self._run, name="node-port", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+        self._loop.close()
+
+    def close(self) -> None:
+        """Close the port and its connections. A second call does nothing."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join()
