@@ -81,6 +81,8 @@ def strategy_problems(launch: Launch) -> Iterator[Problem]:
 
 def count_problems(launch: Launch) -> Iterator[Problem]:
     """Yield a problem if `num_processes`, the total, is one node's share or is not divisible by the nodes."""
+    if launch.table:  # which has each node's share
+        return
     total, nodes, most = (
         launch.args.num_processes or 1,
         launch.num_nodes,
@@ -135,8 +137,7 @@ def _no_gpu_left(launch: Launch) -> Problem:
     most = max(1, launch.gpus_per_node - 1)
     return Problem(
         f"no GPU is left over for the engine (got {launch.started} processes a node, expected {most} or less)",
-        f"write `num_processes: {launch.num_nodes * most}`, the total, or name a training GPU in the trainer's "
-        "`vllm_devices`, to share it",
+        f"write {launch.setting(most)}, or name a training GPU in the trainer's `vllm_devices`, to share it",
     )
 
 
