@@ -264,8 +264,10 @@ def check_check(name: str, words: list[str]) -> None:
         [] if "--machine_rank" in words else ["--machine_rank", "0", "--main_process_ip", "HOST0"]
     )
     flags = [*options.flags, *(node if name == "launch" else []), *options.script]
-    gpus = options.gpus_per_node or 8
-    _, problems = problems_of(options.file, flags, options.batch, gpus, options.engines, port=False)
+    gpus, table = options.gpus_per_node or 8, options.ranks
+    _, problems = problems_of(
+        options.file, flags, options.batch, gpus, options.engines, port=False, table=table
+    )
     if problems:
         raise Refused("; ".join(problem.what for problem in problems))
 

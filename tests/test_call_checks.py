@@ -325,7 +325,9 @@ def test_a_call_that_would_fail_later_is_refused_before_the_model(
     monkeypatch.setattr(call_checks, "find_spec", lambda name: None if missing else "installed")
     config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **fields)
     with pytest.raises(ConfigurationError, match=message):
-        call_checks.check_call(None, config, {"model": "no/such/model", **call})
+        call_checks.check_call(
+            SimpleNamespace(topology=None), config, {"model": "no/such/model", **call}
+        )
 
 
 def test_a_decorator_may_accept_more_than_the_function_below_it():

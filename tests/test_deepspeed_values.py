@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import check_kit
 import pytest
+import torch
 from check_kit import TWO_NODES, launched, only_problem
 from refusals import refused
 from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
@@ -17,6 +18,7 @@ from trl_multinode.deepspeed_values import (
     COMPARED,
     OF_SCHEDULER,
     check_deepspeed_values,
+    check_zero_groups,
     differences,
 )
 
@@ -50,6 +52,12 @@ def config_with(key: str, value: object) -> dict:
     for name in reversed(key.split(".")):
         value = {name: value}
     return value
+
+
+def node_of(ranks: tuple[int, ...], node: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        local_world_size=ranks[node], world_size=sum(ranks), node=node, num_nodes=len(ranks)
+    )
 
 
 def test_these_are_all_pairs_that_transformers_compares():
@@ -90,12 +98,89 @@ def test_the_config_under_which_models_are_loaded_stays_that_of_the_launch():
 def test_a_trainer_names_all_differences_before_a_model_loads():
     config = config_with("optimizer.params.lr", 1e-5) | {"gradient_clipping": 0.5}
     plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(config=config))
-    args = SimpleNamespace(**ARGUMENTS, world_size=7, deepspeed_plugin=plugin)
+    args = SimpleNamespace(**ARGUMENTS, world_size=7, deepspeed_plugin=plugin, use_cpu=True)
+    topology = node_of((7,), 0)
     with refused("deepspeed", "`auto`"):
-        check_deepspeed_values(args)
+        check_deepspeed_values(args, topology)
     args.deepspeed_plugin = None
-    check_deepspeed_values(args)
+    check_deepspeed_values(args, topology)
     assert config["gradient_clipping"] == 0.5 and "auto" not in str(config)  # compared on a copy
+
+
+UNEVEN, EVEN = (7, 8, 8, 8), (8, 8, 8, 8)
+HPZ, MICS, QUANTIZED = "zero_hpz_partition_size", "mics_shard_size", "zero_quantized_gradients"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "ranks", "node", "fields"),
+    [
+        (HPZ, 4, UNEVEN, 0, {"got": 4, "expected": "a divisor of 7"}),
+        (MICS, 4, UNEVEN, 0, {"got": 4, "expected": "a divisor of 7"}),
+        # even nodes, whose groups would span two of them
+        (HPZ, 4, (6, 6), 1, {"got": 4, "expected": "a divisor of 6"}),
+        (HPZ, 16, EVEN, 1, {"got": 16, "expected": "a divisor of 8"}),
+        # nodes of 8 visible GPUs, of which some train on 7
+        (QUANTIZED, True, UNEVEN, 0, {"got": 31, "expected": 32}),
+        (QUANTIZED, True, UNEVEN, 1, {"got": 31, "expected": 32}),
+        (QUANTIZED, True, (7, 7), 1, {"got": 14, "expected": 16}),
+    ],
+)
+def test_groups_that_do_not_fit_a_node_are_refused_on_it_before_a_model_loads(
+    monkeypatch, name, value, ranks, node, fields
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    config = {"zero_optimization": {"stage": 3, name: value}}
+    plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(config=config))
+    args = SimpleNamespace(**ARGUMENTS, deepspeed_plugin=plugin, use_cpu=False)
+    with refused(name, "eave it out", node=node, **fields):
+        check_deepspeed_values(args, node_of(ranks, node))
+    config["zero_optimization"]["stage"] = 2  # which has no such groups
+    check_deepspeed_values(
+        SimpleNamespace(**vars(args), world_size=sum(ranks)), node_of(ranks, node)
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "node", "gpus"),
+    [
+        ({HPZ: 4}, UNEVEN, 1, 8),
+        ({HPZ: 7}, UNEVEN, 0, 8),
+        ({HPZ: 1, MICS: -1}, UNEVEN, 0, 8),
+        # a single node is one group, however large the number
+        ({HPZ: 8}, (7,), 0, 8),
+        ({QUANTIZED: True}, (7,), 0, 8),
+        ({QUANTIZED: True}, EVEN, 0, 8),
+        ({QUANTIZED: False}, UNEVEN, 0, 8),
+        # on a CPU no GPU counts
+        ({QUANTIZED: True}, (2, 1), 0, 0),
+    ],
+)
+def test_groups_that_fit_are_accepted(keys, ranks, node, gpus):
+    check_zero_groups({"zero_optimization": {"stage": 3, **keys}}, node_of(ranks, node), gpus)
+
+
+def test_quantized_gradients_are_refused_on_a_node_whose_gpus_are_not_those_of_the_others():
+    """Both nodes train on all GPUs that they see, 7 and 8."""
+    for node, gpus in enumerate((7, 8)):
+        with refused(QUANTIZED, node=node, got=15, expected=2 * gpus):
+            check_zero_groups(
+                {"zero_optimization": {"stage": 3, QUANTIZED: True}}, node_of((7, 8), node), gpus
+            )
+
+
+def test_the_check_of_one_node_names_another_on_which_a_group_does_not_fit(
+    write, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True, HPZ: 2}
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"zero_optimization": zero, "gradient_accumulation_steps": "auto"})
+    )
+    section = {"deepspeed_multinode_launcher": "standard", "deepspeed_config_file": "ds.json"}
+    path = write(deepspeed_config=section)
+    problem = only_problem(path, table=(7, 6))
+    assert "node 0:" in problem.what and f"`{HPZ}` 2" in problem.what and "7 ranks" in problem.what
+    launched(path, table=(4, 6))
 
 
 def test_a_check_of_the_launch_finds_them_too(write, tmp_path, monkeypatch):

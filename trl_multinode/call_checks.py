@@ -57,7 +57,7 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
         `ConfigurationError`: if an argument is not supported; the message names the cure.
     """
     check_settings(args)
-    check_deepspeed_values(args)
+    check_deepspeed_values(args, host.topology)
     check_parallelism(args, call["model"])
     check_dataset(call.get("train_dataset"), args)
     check_evaluation(args, call)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from .errors import ConfigurationError
 
 # Sections and values of the config that transformers compares
@@ -27,6 +29,9 @@ ARGUMENTS = (
     "adam_beta2", "adam_epsilon", "weight_decay", "save_on_each_node", "fp16", "fp16_full_eval", "bf16",
     "bf16_full_eval", "max_steps", "warmup_steps",
 )  # fmt: skip
+
+# Sizes of groups of ranks that lie within a node, ZeRO++'s and MiCS's
+GROUP_SIZES = ("zero_hpz_partition_size", "mics_shard_size")
 
 
 @dataclass(frozen=True)
@@ -100,16 +105,65 @@ def differences(
     return found
 
 
-def check_deepspeed_values(args: Any) -> None:
+def check_zero_groups(config: Mapping[str, Any], topology: Any, gpus: int) -> None:
+    """Check that groups of ranks within a node, as DeepSpeed forms them under ZeRO-3, fit this node.
+
+    Args:
+        config (`Mapping[str, Any]`):
+            Config of DeepSpeed.
+        topology ([`Topology`]):
+            Topology of a rank of this node.
+        gpus (`int`):
+            Number of GPUs that the ranks of this node see; 0 on a CPU machine.
+
+    Raises:
+        `ConfigurationError`: if they do not fit; the message names the key of the config.
+    """
+    zero = config.get("zero_optimization") or {}
+    if zero.get("stage") != 3:
+        return
+    own, world, nodes = topology.local_world_size, topology.world_size, topology.num_nodes
+    for name in GROUP_SIZES:
+        # beyond all ranks it is one group (`deepspeed/utils/groups.py: _create_zero_param_parallel_group`)
+        size = min(int(zero.get(name) or 1), world)
+        if size > 1 and own % size:
+            raise ConfigurationError(
+                f"With `{name}` {size}, ranks of two nodes would share a group, because it does not divide the {own} "
+                "ranks of this one.",
+                setting=name,
+                got=size,
+                expected=f"a divisor of {own}",
+                node=topology.node,
+                cure="Write a number that divides the ranks of every node, or leave it out.",
+            )
+    # DeepSpeed 0.19 takes the GPUs that a rank sees for the ranks of a node: `utils/groups.py:
+    # _get_local_all_to_all_group`, `runtime/comm/coalesced_collectives.py: all_to_all_quant_reduce`. It quantizes
+    # nothing on a single node (`runtime/zero/stage3.py: __avg_scatter_grads`).
+    if zero.get("zero_quantized_gradients") and nodes > 1 and gpus and world != gpus * nodes:
+        raise ConfigurationError(
+            f"`zero_quantized_gradients` needs a rank on each of the {gpus} GPUs that a node sees, because DeepSpeed "
+            f"takes them for the ranks of a node (got {world} ranks on {nodes} nodes, expected {gpus * nodes}).",
+            setting="zero_quantized_gradients",
+            got=world,
+            expected=gpus * nodes,
+            node=topology.node,
+            cure="Leave it out, or train on all of them and name those that engines share in `vllm_devices`.",
+        )
+
+
+def check_deepspeed_values(args: Any, topology: Any) -> None:
     """Raise `ConfigurationError` if DeepSpeed's config of this launch differs from a trainer's arguments.
 
     Args:
         args (`~transformers.TrainingArguments`):
             Training arguments.
+        topology ([`Topology`]):
+            Topology of this rank, which the groups of ranks in the config must fit.
     """
     if args.deepspeed_plugin is None:
         return
     config = args.deepspeed_plugin.hf_ds_config.config
+    check_zero_groups(config, topology, 0 if args.use_cpu else torch.cuda.device_count())
     found = differences(config, vars(args), args.world_size)
     if found:
         each = ", ".join(

@@ -30,6 +30,12 @@ AHEAD = ["--max_staleness", "2"]
 SCORED = ["--score_groups", "0"]
 
 
+def zero_3(**keys: Any) -> dict[str, Any]:
+    """DeepSpeed's file for ZeRO-3, with further keys of its section."""
+    section = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True, **keys}
+    return {"zero_optimization": section, "gradient_accumulation_steps": "auto"}
+
+
 @dataclass
 class Row:
     """Launch in which `check` sees an error, and a name in the only problem's text."""
@@ -71,15 +77,17 @@ CHECKED: dict[str, list[Row]] = {
             ["--gradient_accumulation_steps", "4"],
             {"deepspeed_config": JSON},
             files={
-                "ds.json": {
-                    "gradient_accumulation_steps": 2,
-                    "zero_optimization": {
-                        "stage": 3,
-                        "stage3_gather_16bit_weights_on_model_save": True,
-                    },
-                }
+                "ds.json": zero_3() | {"gradient_accumulation_steps": 2},
             },
         )
+    ],
+    "deepspeed_values.py: check_zero_groups": [
+        Row(name, file={"deepspeed_config": JSON}, files={"ds.json": zero_3(**{name: value})})
+        for name, value in {
+            "zero_hpz_partition_size": 4,
+            "mics_shard_size": 2,
+            "zero_quantized_gradients": True,
+        }.items()
     ],
     "engine_keys.py: check_keys": [
         Row("generation_kwargs", ["--generation_kwargs", '{"n": 2}']),

@@ -12,7 +12,10 @@ from check_kit import CONFIGS, ROOT, launched, only_problem
 
 from trl_multinode import tools
 from trl_multinode.tools.check import main
+from trl_multinode.tools.check.launch import Engines
+from trl_multinode.tools.check.reading import read_launch
 
+UNEVEN = (7, 8, 8, 8)
 NODES = {"1node": 1, "2node": 2, "4node": 4, "8node": 8}
 SCRIPT = str(ROOT / "benchmarks" / "table.py")  # without a parser
 quiet_machine, write = check_kit.quiet_machine, check_kit.write
@@ -69,7 +72,91 @@ def test_shell_that_hides_the_reserved_gpu(write, monkeypatch):
     assert "CUDA_VISIBLE_DEVICES" in problem.what and "unset" in problem.cure
 
 
+# ---- nodes that differ ----
+
+
+@pytest.mark.parametrize("node", range(4))
+def test_each_node_starts_its_own_number_and_accelerate_reads_the_same(node):
+    """The second reading is that of the words which `trl-multinode launch` gives to `accelerate launch`."""
+    path = CONFIGS / "4node.yaml"
+    flags = ["--machine_rank", str(node), "--main_process_ip", "node0"]
+    launch = launched(path, *flags, gpus_per_node=9, table=UNEVEN)
+    assert (launch.started, launch.num_ranks) == (UNEVEN[node], 31)
+    assert launch.topology(node).local_ranks == range(*[(0, 7), (7, 15), (15, 23), (23, 31)][node])
+    assert launch.reserved == (["7", "8"] if node == 0 else ["8"])
+    total = str(launch.args.num_processes)
+    again, problems = read_launch(str(path), [*flags, "--num_processes", total], [], 9)
+    assert problems == [] and int(total) == 4 * UNEVEN[node]
+    for one in (launch, again):
+        assert int(one.torchrun.nproc_per_node) == one.started == UNEVEN[node]
+        assert (one.endpoint, int(one.torchrun.nnodes)) == ("static, node0:29500", 4)
+
+
+def test_a_rank_in_the_file_chooses_the_number_and_none_of_the_file_is_needed(write):
+    launch = launched(write(num_processes=None), table=(7, 6))
+    assert (launch.args.num_processes, launch.started, launch.num_ranks) == (12, 6, 13)
+
+
+@pytest.mark.parametrize(
+    ("flags", "table", "got", "cure"),
+    [
+        ([], (7, 8, 8), "got 3, expected `num_machines` 2", "2 numbers"),
+        (["--num_processes", "14"], (7, 6), "got 14 and 7,6, expected one", "`--num_processes`"),
+        (
+            ["--rdzv_backend", "c10d"],
+            (7, 6),
+            "got `rdzv_backend` c10d, expected static",
+            "`--rdzv_",
+        ),
+    ],
+)
+def test_numbers_that_cannot_be_those_of_the_nodes_are_the_only_problem(
+    write, flags, table, got, cure
+):
+    problem = only_problem(write(), *flags, table=table)
+    assert "`--ranks`" in problem.what and got in problem.what and cure in problem.cure
+
+
+def test_deepspeeds_own_launcher_starts_no_number_of_a_node(write):
+    section = {"deepspeed_multinode_launcher": "pdsh", "zero_stage": 2}
+    problem = only_problem(write(deepspeed_config=section), table=(7, 6))
+    assert "got pdsh, expected standard" in problem.what
+
+
+def test_a_cure_names_the_number_of_this_node(write):
+    problem = only_problem(write(), table=(7, 8))
+    assert "got 8 processes a node, expected 7" in problem.what
+    assert "`--ranks` with 7 for node 1" in problem.cure and "num_processes" not in problem.cure
+    launched(write(), table=(7, 7))
+    engines = Engines(vllm_tensor_parallel_size=2)
+    assert (
+        "`--ranks` with 6 for node 1 leaves 2"
+        in only_problem(write(), table=(6, 7), engines=engines).cure
+    )
+    launched(write(), table=(7, 6), engines=engines)
+
+
+def test_a_job_of_other_nodes_needs_other_numbers(write, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "4")
+    problem = only_problem(write(), table=(7, 6))
+    assert "`num_machines: 4`" in problem.cure and "`--ranks`" in problem.cure
+
+
+def test_a_few_ranks_on_each_node_are_no_wrong_total(write):
+    """8 is the number of GPUs of a node; without the table 4 of 8 GPUs would be taken for a mistake on 4 nodes."""
+    assert launched(write(num_machines=4), table=(3, 2, 2, 2)).args.num_processes == 8
+
+
 # ---- the command ----
+
+
+def test_the_report_has_the_ranks_of_all_nodes(capsys):
+    argv = [str(CONFIGS / "4node.yaml"), "--machine_rank", "2", "--main_process_ip", "node0"]
+    own = ["--ranks", "7,8,8,8", "--gpus_per_node", "9", "--num_generations", "31"]
+    assert main([*argv, *own]) == 0
+    out = capsys.readouterr().out
+    facts = ["7,8,8,8: here ranks 15 to 22 of 31", "GPU 8", f"{8 * 31} completions"]
+    assert [fact for fact in facts if fact not in out] == []
 
 
 def test_command_says_what_may_surprise(capsys, write):
@@ -114,6 +201,8 @@ def test_unreadable_file_is_one_problem(tmp_path, capsys, content):
         (["--machine_rank", "K"], "K stands for the number of the node"),
         (["--config_file", "other.yaml"], "--config_file"),
         (["--num_generations", "0"], "--num_generations"),
+        (["--ranks", "7,0"], "--ranks"),
+        (["--ranks", "7, 8"], "--ranks"),
     ],
 )
 def test_unreadable_command_line_exits_with_2(write, capsys, flags, message):

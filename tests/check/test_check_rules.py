@@ -268,7 +268,7 @@ def test_what_accelerate_config_writes_for_others_is_no_problem(write):
 # ---- batch arithmetic ----
 
 
-@pytest.mark.parametrize("ranks", [7, 14, 28, 56])
+@pytest.mark.parametrize("ranks", [7, 14, 28, 31, 56])
 @pytest.mark.parametrize(
     "batch", [Batch(8, 1), Batch(6, 2, 3), Batch(16, 3, 1, 5), Batch(5, 4, 2), Batch(8, 1, 1, 3)]
 )
@@ -296,6 +296,35 @@ def test_seven_ranks_a_node_do_not_divide_by_eight():
     assert "`per_device_train_batch_size` to 2, 4 or 6" in problem.cure
     assert "`gradient_accumulation_steps` to 2, 4 or 6" in problem.cure
     assert "`num_generations` to 2, 4, 7 or 14" in problem.cure
+
+
+def test_batches_are_those_of_the_ranks_of_all_nodes_together(write, tmp_path, monkeypatch):
+    """8 + 7 + 8 + 8 ranks cut no group of 8; each node alone would."""
+    monkeypatch.chdir(tmp_path)
+    path = write(num_machines=4)
+    uneven = {"table": (8, 7, 8, 8), "gpus_per_node": 9}
+    problem = only_problem(path, batch=Batch(8, 1), **uneven)
+    assert "got 31 " in problem.what and "x 31 ranks x" in problem.what
+    assert "`per_device_train_batch_size` to 8, 16 or 24" in problem.cure
+    assert "`num_generations` to 31" in problem.cure
+    launched(path, batch=Batch(31, 1), **uneven)
+    # DeepSpeed's total is compared with that of 31 ranks
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    for total in (4 * 31, 4 * 28):
+        (tmp_path / "ds.json").write_text(
+            json.dumps(
+                {
+                    "zero_optimization": zero,
+                    "train_batch_size": total,
+                    "gradient_accumulation_steps": "auto",
+                }
+            )
+        )
+        path = write(num_machines=4, deepspeed_config=BY_JSON)
+        _, problems = check(path, [], Batch(31, 4), **uneven)
+        assert [
+            "`train_batch_size`" in one.what and "expected 124" in one.what for one in problems
+        ] == [True] * (total != 124)
 
 
 def test_generation_batch_size_must_hold_whole_steps_and_whole_groups():

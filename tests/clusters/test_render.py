@@ -94,6 +94,33 @@ def test_the_next_steps_name_the_file_and_a_check_that_passes(kind, capsys):
     assert "job" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_nodes_that_differ_are_launched_with_the_ranks_of_each(kind, capsys):
+    """Every node gets the same words and the same number of GPUs."""
+    Path("train.py").write_text(
+        "from trl_multinode import GRPOConfig, TrlParser\nTrlParser(GRPOConfig)\n"
+    )
+    # the number of the file does not count
+    text = Path("4node.yaml").read_text().replace("num_processes: 28", "num_processes: 30")
+    Path("4node.yaml").write_text(text)
+    own = ["--ranks", "7,8,8,8", "--gpus_per_node", "9"]
+    words = ["render", kind, "4node.yaml", "--script", "train.py --num_generations 31", *own]
+    assert main([*words, *NEEDED[kind]]) == 0
+    out, error = capsys.readouterr()
+    assert "--gpus_per_node 9 --ranks 7,8,8,8 " in out.partition("trl-multinode launch")[2]
+    (line,) = (line for line in error.splitlines() if line.startswith("  trl-multinode check"))
+    assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [("7,8,8", "got 3, expected `num_machines` 4"), ("7,8,8,9", "got 9 ranks")],
+)
+def test_ranks_of_other_nodes_or_beyond_the_gpus_are_refused(ranks, message, capsys):
+    words = ["render", "slurm", "4node.yaml", "--script", "train.py", "--ranks", ranks]
+    assert main(words) == 2 and message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "script", "message"),
     [

@@ -31,7 +31,7 @@ def case(environ: dict[str, str] | None = None, **changes: Any) -> Case:
         use_deepspeed=True,
         nondefault=[],
     )
-    ranks = changes.pop("ranks", 7)
+    ranks, table = changes.pop("ranks", 7), changes.pop("table", ())
     launch = Launch(
         args=args,
         file={"distributed_type": "DEEPSPEED"},
@@ -42,6 +42,7 @@ def case(environ: dict[str, str] | None = None, **changes: Any) -> Case:
         gpus_per_node=gpus,
         port=29500,
         script=script,
+        table=table,
     )
     assert not changes, changes
     return Case(launch, environ or {})

@@ -7,6 +7,7 @@ import pytest
 from doctoring import case, results
 
 from trl_multinode.tools.check.launch import Engines
+from trl_multinode.tools.doctor.facts import Fact
 from trl_multinode.tools.doctor.gpu_list import list_gpus
 from trl_multinode.tools.doctor.gpus import count_gpus, examine_gpus
 
@@ -73,7 +74,11 @@ def test_too_few_visible_gpus_are_an_error_with_the_variable(tool):
 def test_a_node_with_fewer_gpus_than_ranks_gets_the_number_that_fits(tool):
     tool([4] * 4)
     _, (finding,) = results(examine_gpus, case())
-    assert "`num_processes` to 6" in finding.cure
+    assert "`num_processes: 6`" in finding.cure
+    facts = [one for one in examine_gpus(case(table=(7, 3))) if isinstance(one, Fact)]
+    assert next(one for one in facts if one.name == "GPUs").nodes == "warning"
+    _, (finding,) = results(examine_gpus, case(table=(7, 3)))
+    assert "`--ranks` with 3 for node 0" in finding.cure
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,14 @@ def test_problems_of_the_check_are_errors_of_the_doctor(tmp_path, capsys):
     assert "error: `machine_rank`" in text and "3 errors, 0 warnings" in text
 
 
+def test_ranks_of_each_node_are_those_of_the_launch(tmp_path, capsys):
+    config = config_in(tmp_path, num_machines=2, main_process_ip="127.0.0.1")
+    words = [config, "--level", "node", "--machine_rank", "1", "--ranks", "2,1"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "2,1: here ranks 2 to 2 of 3" in text and "2 nodes x 2,1 ranks" in text
+
+
 def test_a_file_that_cannot_be_read_is_an_error_without_further_levels(tmp_path, capsys):
     assert main([str(tmp_path / "none.yaml"), "--level", "node", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)

@@ -64,6 +64,7 @@ def test_the_script_is_compared_by_its_content(tmp_path, monkeypatch):
     assert (
         first["script"] != second["script"]
         and first["launch"] == "2 nodes x 7 ranks, DEEPSPEED, port 29500"
+        and "2 nodes x 7,6 ranks" in results(examine_launch, case(table=(7, 6)))[0]["launch"]
     )
 
 

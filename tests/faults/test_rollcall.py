@@ -34,8 +34,8 @@ from trl_multinode.tools.launch.rollcall import call
 from trl_multinode.wire.supervisor import is_running
 
 VERSIONS = {"torch": "2.13.0", "trl": "1.16.0", "vllm": "0.31.0", "peft": "0.21.2"}
-A = Hello(rank=0, host="a", host_id="A", pid=10, nodes=2, processes=7, gpus=8, versions=VERSIONS)
-B = Hello(rank=1, host="b", host_id="B", pid=11, nodes=2, processes=7, gpus=8, versions=VERSIONS)
+A = Hello(rank=0, host="a", host_id="A", pid=10, nodes=2, processes=[7], gpus=8, versions=VERSIONS)
+B = Hello(rank=1, host="b", host_id="B", pid=11, nodes=2, processes=[7], gpus=8, versions=VERSIONS)
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +116,12 @@ def test_the_launcher_has_the_port_as_soon_as_the_roll_call_is_over(tmp_path, pl
         assert (
             lines[1] == "versions on all nodes: torch 2.13.0, trl 1.16.0, vllm 0.31.0, peft 0.21.2"
         )
+
+
+def test_nodes_with_other_numbers_of_ranks_meet_if_all_have_the_same_table(place):
+    first, *others = meet(place, *(changed(hello, processes=[7, 6, 8]) for hello in THREE))
+    assert others == [first] * 2 and first.code == 0
+    assert not any("processes" in line for line in first.lines)
 
 
 @pytest.mark.nightly
@@ -211,6 +217,8 @@ def test_row_25_a_node_that_left_is_missing_again(place, capsys):
 
 
 THREE_A, THREE_B = changed(A, nodes=3), changed(B, nodes=3)
+TABLES = ([7, 6, 8], [7, 6, 8], [7, 8, 6])
+THREE = (THREE_A, THREE_B, changed(THREE_B, rank=2, host="c", host_id="C"))
 MISFITS = {
     "a doubled rank": (
         [THREE_A, THREE_B, changed(THREE_B, host="c", host_id="C")],
@@ -222,8 +230,20 @@ MISFITS = {
     ),
     "a rank out of range": ([A, changed(B, rank=2)], r"machine_rank 2 of b \(pid 11\) .* 0 to 1\b"),
     "another number of processes": (
-        [A, changed(B, processes=6)],
-        r"processes per node .* 7 on node 0 \(a\), 6 on node 1 \(b\)\.",
+        [A, changed(B, processes=[6])],
+        r"processes per node .* 7 on node 0 \(a\), 6 on node 1 \(b\)\..* --ranks 7,6 ",
+    ),
+    "another number before all are here": (
+        [changed(A, nodes=3), changed(B, rank=2, nodes=3, processes=[6])],
+        r"7 on node 0 \(a\), 6 on node 2 \(b\)\..* --ranks 7,\?,6 ",
+    ),
+    "other numbers of the nodes": (
+        [changed(hello, processes=ranks) for hello, ranks in zip(THREE, TABLES, strict=True)],
+        r"processes per node .* 7,6,8 on nodes 0 \(a\), 1 \(b\), 7,8,6 on node 2 \(c\)\.(?!.*--ranks)",
+    ),
+    "numbers of the nodes on one of them only": (
+        [changed(A, processes=[7, 6]), changed(B, processes=[6])],
+        r"processes per node .* 7,6 on node 0 \(a\), 6 on node 1 \(b\)\.(?!.*--ranks)",
     ),
     "a problem of its own check": (
         [A, changed(B, problems=["`zero_stage` is 1: write 3"])],
@@ -393,6 +413,21 @@ def test_every_node_launches_after_the_roll_call_and_ends_with_the_code_of_the_r
             said = f"<launch><--config_file><{config}>{rank}<{tmp_path}/train.py><--a b>"
             assert one.text.index("2 of 2 nodes here") < one.text.index(said)
         assert "the run ended with exit code 6: engine 0 of node 1 ended" in nodes[1].text
+
+
+def test_each_node_gives_accelerate_its_own_number(tmp_path, config, launch):
+    """The words are the same on both nodes, but for their ranks."""
+
+    def node(rank: int) -> int:
+        words = ["--machine_rank", str(rank), "--ranks", "2,1", "--debug"]
+        return launch(rank, """printf '<%s>' "$@"; echo""", *words)
+
+    with forked(node, 2, tmp_path) as nodes:
+        assert [one.result for one in nodes] == [0, 0]
+        for rank, one in enumerate(nodes):
+            flags = f"<--machine_rank><{rank}><--debug><--num_processes><{2 * (2 - rank)}>"
+            said = f"<launch><--config_file><{config}>{flags}<{tmp_path}/train.py><--a b>"
+            assert said in one.text, one.text
 
 
 def test_no_node_launches_after_a_failed_roll_call(tmp_path, launch):

@@ -3,19 +3,24 @@ pieces. DeepSpeed's quantizer is a CUDA kernel; `Quantizer` replaces it, everyth
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import partition_parameters
+from deepspeed.utils import groups
 from forks import even_nodes, on_gloo_ranks
 from served import Keeper, digest, serving
 from torch import nn
 
 from multinode_kit import sources
 from multinode_kit.models import tiny_qwen2
+from trl_multinode.deepspeed_values import check_zero_groups
+from trl_multinode.errors import ConfigurationError
 from trl_multinode.weights.finite import unchecked
 from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.source import ModuleSource
@@ -205,3 +210,47 @@ def test_weights_are_sent_as_they_are_stored_however_a_forward_gathers_them(tmp_
 
     # the head is a tensor of two buckets: both are gathered with those two collectives, and none within a node
     assert on_ranks(body, tmp_path) == [[[0, -2], True, True]] * WORLD
+
+
+GPUS = 8  # that each rank sees
+NODES = [(7, 8, 8, 8), (7, 7, 7, 7), (8, 8, 8, 8), (7, 7), (6, 6), (4, 4), (4, 6), (8,), (7,)]
+
+
+@pytest.mark.parametrize("ranks", NODES, ids=str)
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 7, 8, 14, 0], ids="{} a group".format)
+def test_groups_are_refused_exactly_where_deepspeeds_own_do_not_lie_within_nodes(
+    monkeypatch, ranks, size
+):
+    """DeepSpeed forms its groups, without their communicators. The size 0 is for quantized gradients."""
+    world, made = sum(ranks), []
+    for name, value in {"is_initialized": True, "get_world_size": world, "get_rank": 0}.items():
+        monkeypatch.setattr(groups.dist, name, lambda value=value: value)
+    monkeypatch.setattr(
+        groups.dist, "new_group", lambda ranks: made.append(list(ranks)) or made[-1]
+    )
+    monkeypatch.setattr(
+        groups, "get_accelerator", lambda: SimpleNamespace(device_count=lambda: GPUS)
+    )
+    monkeypatch.setattr(groups, "_ALL_TO_ALL_GROUP", {})
+    monkeypatch.setattr(groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", None)
+    with suppress(AssertionError):  # it forms no groups of such ranks at all, or not of all
+        if size:
+            groups._create_zero_param_parallel_group(size)
+        else:
+            found = groups._get_local_all_to_all_group()
+            made = [group for name, group in found.items() if name.startswith("local_")]
+    node_of = [node for node, own in enumerate(ranks) for _ in range(own)]
+    within = all(len({node_of[rank] for rank in group}) == 1 for group in made)
+    fits = within and sorted(sum(made, [])) == list(range(world))
+
+    zero = {"stage": 3, "zero_hpz_partition_size": size, "zero_quantized_gradients": not size}
+    refused = False
+    for node, own in enumerate(ranks):
+        topology = SimpleNamespace(
+            local_world_size=own, world_size=world, node=node, num_nodes=len(ranks)
+        )
+        try:
+            check_zero_groups({"zero_optimization": zero}, topology, GPUS)
+        except ConfigurationError:
+            refused = True
+    assert refused == (not fits)

@@ -28,6 +28,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Return numbers from 1 with commas between them, for a parser."""
+    return tuple(map(positive, text.split(",")))
+
+
+def joined(values: Iterable[Any]) -> str:
+    """Return numbers as such a text."""
+    return ",".join(map(str, values))
+
+
 def rich_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], justify: Any = "left"
 ) -> "Table":

@@ -4,13 +4,13 @@ import argparse
 from dataclasses import fields, replace
 from typing import Any
 
-from ..text import positive
+from ..text import numbers, positive
 from .flags import split_at_script
 from .launch import Batch, Engines
 
 DEFAULT_TIMEOUT_S = 600.0  # as long as torchrun waits for the nodes
 SCRIPT_FLAGS = (*fields(Batch), *fields(Engines))
-OWN_FLAGS = ("gpus_per_node", "timeout", "level", *(entry.name for entry in SCRIPT_FLAGS))
+OWN_FLAGS = ("gpus_per_node", "ranks", "timeout", "level", *(entry.name for entry in SCRIPT_FLAGS))
 DESCRIPTIONS = {
     "check": "Report what `accelerate launch` would run on this node, and every problem with its cure. Exit status: "
     "0 without problems, 1 with problems, 2 for an invalid command line.",
@@ -23,8 +23,8 @@ DESCRIPTIONS = {
     "node). Exit status: 0 without errors, 1 with errors, 2 for an invalid command line.",
 }
 USAGES = {
-    "check": "[flags of accelerate launch] [--gpus_per_node N] [script and its arguments]",
-    "launch": "[--timeout S] [flags of accelerate launch] SCRIPT [its arguments]",
+    "check": "[flags of accelerate launch] [--gpus_per_node N] [--ranks N0,N1,...] [script and its arguments]",
+    "launch": "[--timeout S] [--ranks N0,N1,...] [flags of accelerate launch] SCRIPT [its arguments]",
     "doctor": "[--level static|node|cluster] [--json] [--paste] [flags of accelerate launch] "
     "[script and its arguments]",
 }
@@ -39,6 +39,8 @@ def own_parser(command: str = "check") -> argparse.ArgumentParser:
     parser.add_argument("file", help="config file of `accelerate launch`; give it before any flag")
     gpus = "GPUs of a node (default: 8; those that this node has, for launch)"
     parser.add_argument("--gpus_per_node", "--gpus-per-node", type=positive, help=gpus)
+    ranks = "ranks of each node, node 0 first, as in 7,8,8,8; the same on every node (default: num_processes / nodes)"
+    parser.add_argument("--ranks", type=numbers, default=(), help=ranks)
     if command == "doctor":
         levels = ("static", "node", "cluster")
         parser.add_argument(

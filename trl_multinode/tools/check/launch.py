@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...run.topology import Topology
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -133,7 +135,7 @@ class Launch:
     file: dict[str, Any]  # keys and values, corrected so that accelerate accepts them
     launcher: str  # name of accelerate's launcher function
     num_nodes: int
-    ranks_per_node: int  # rounded down, as accelerate does
+    ranks_per_node: int  # of this node, rounded down, as accelerate does
     # GPUs that these processes see, as numbered on the node; `None` on CPU
     visible: list[str] | None
     gpus_per_node: int
@@ -144,6 +146,8 @@ class Launch:
     # of the ranks, with the variables that accelerate sets
     environment: dict[str, str] = field(default_factory=dict)
     script: Script = field(default_factory=Script)
+    # ranks of each node, as `--ranks` gives them; empty if all nodes are to have the same number
+    table: tuple[int, ...] = ()
 
     @property
     def started(self) -> int:
@@ -158,7 +162,31 @@ class Launch:
     @property
     def num_ranks(self) -> int:
         """Ranks on all nodes as configured; the launcher may start fewer (`started`)."""
-        return self.ranks_per_node * self.num_nodes
+        return sum(self.table) or self.ranks_per_node * self.num_nodes
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of each node."""
+        return self.table or (self.started,) * self.num_nodes
+
+    def topology(self, node: int) -> Topology:
+        """Return the topology of a node's local main process."""
+        return Topology(
+            rank=sum(self.ranks[:node]),
+            world_size=self.num_ranks,
+            local_rank=0,
+            # `rank_problems` reports a node that is out of range
+            local_world_size=self.ranks[node % self.num_nodes],
+            node=node,
+            num_nodes=self.num_nodes,
+            launched=True,
+        )
+
+    def setting(self, ranks: int) -> str:
+        """Return the setting with which so many ranks start on this node."""
+        if self.table:
+            return f"`--ranks` with {ranks} for node {self.args.machine_rank}"
+        return f"`num_processes: {ranks * self.num_nodes}` ({ranks} a node)"
 
     @property
     def ranks_by_arrival(self) -> bool:

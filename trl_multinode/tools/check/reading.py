@@ -18,6 +18,7 @@ from accelerate.utils import launch as prepare
 from ...former_arguments import did_you_mean
 from ...libraries import replaced
 from ...run.gpu_variables import CUDA, ROCR, gpu_names, gpu_variable, on_amd
+from ..text import joined
 from .deepspeed import read_deepspeed
 from .flags import flag_names, parse_flags
 from .launch import Launch, Problem
@@ -115,9 +116,22 @@ def merge(args: argparse.Namespace) -> str:
 
 
 def read_launch(
-    path: str, flags: list[str], script: list[str], gpus_per_node: int
+    path: str, flags: list[str], script: list[str], gpus_per_node: int, table: tuple[int, ...] = ()
 ) -> tuple[Launch | None, list[Problem]]:
     """Determine the launch that `accelerate launch --config_file path *flags *script` would run on this node.
+
+    Args:
+        path (`str`):
+            Config file of `accelerate launch`.
+        flags (`list[str]`):
+            Further flags of `accelerate launch`.
+        script (`list[str]`):
+            The script and its arguments.
+        gpus_per_node (`int`):
+            GPUs of a node.
+        table (`tuple[int, ...]`, *optional*):
+            Ranks of each node (`--ranks`). `num_processes` of this node then is its number x the nodes, because
+            accelerate divides by them.
 
     Returns:
         `tuple[Launch | None, list[Problem]]`: the launch, `None` if the file cannot be read or accelerate itself
@@ -137,14 +151,23 @@ def read_launch(
             )
         ]
     args = parse_flags(path, flags, script)
-    problems += filter(None, [_missing_count(args, file, gpus_per_node)])
+    nodes = max(1, args.num_machines or file.get("num_machines") or 1)
+    if table and (problem := _table_problem(args, nodes, table)):
+        problems.append(problem)
+        table = ()
+    elif table:
+        node = file.get("machine_rank") if args.machine_rank is None else args.machine_rank
+        # `rank_problems` reports a rank that is out of range
+        args.num_processes = nodes * table[(node or 0) % nodes]
+        args.nondefault.add("num_processes")
+    problems += filter(None, [_missing_count(args, file, nodes, gpus_per_node)])
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as mended:
             yaml.safe_dump(file, mended)
             mended.flush()
             args.config_file = mended.name
             launcher = merge(args)
-        launch, found = _launch(args, file, launcher, gpus_per_node)
+        launch, found = _launch(args, file, launcher, gpus_per_node, table)
     # accelerate raises ValueError, AssertionError, AttributeError, TypeError and more
     except Exception as error:
         return None, [
@@ -166,8 +189,30 @@ def _no_yaml(path: str, error: yaml.YAMLError) -> Problem:
     )
 
 
+def _table_problem(args: argparse.Namespace, nodes: int, table: tuple[int, ...]) -> Problem | None:
+    """Return the reason why `--ranks` cannot be the ranks of the nodes, if there is one."""
+    if len(table) != nodes:
+        return Problem(
+            f"`--ranks` has a number for each node (got {len(table)}, expected `num_machines` {nodes})",
+            f"write {nodes} numbers with commas between them, that of node 0 first",
+        )
+    if args.num_processes is not None:
+        return Problem(
+            f"`--num_processes` and `--ranks` both set the ranks of this node (got {args.num_processes} and"
+            f" {joined(table)}, expected one of them)",
+            "leave `--num_processes` out",
+        )
+    if args.rdzv_backend != "static":
+        return Problem(
+            f"`--ranks` numbers the nodes, and this rendezvous does so as they arrive (got `rdzv_backend`"
+            f" {args.rdzv_backend}, expected static)",
+            "leave `--rdzv_backend` out",
+        )
+    return None
+
+
 def _missing_count(
-    args: argparse.Namespace, file: dict[str, Any], gpus_per_node: int
+    args: argparse.Namespace, file: dict[str, Any], nodes: int, gpus_per_node: int
 ) -> Problem | None:
     """Fill in a missing `num_processes`, without which accelerate stops."""
     if (
@@ -176,7 +221,6 @@ def _missing_count(
         or file.get("distributed_type") == "NO"
     ):
         return None
-    nodes = max(1, args.num_machines or file.get("num_machines") or 1)
     share = 1 if args.cpu or file.get("use_cpu") else max(1, gpus_per_node - 1)
     file["num_processes"] = share * nodes
     return Problem(
@@ -186,7 +230,11 @@ def _missing_count(
 
 
 def _launch(
-    args: argparse.Namespace, file: dict[str, Any], launcher: str, gpus_per_node: int
+    args: argparse.Namespace,
+    file: dict[str, Any],
+    launcher: str,
+    gpus_per_node: int,
+    table: tuple[int, ...],
 ) -> tuple[Launch, list[Problem]]:
     args.machine_rank, port = args.machine_rank or 0, args.main_process_port
     run, environment = _prepared(args, launcher) if launcher in PREPARE else (None, {})
@@ -208,6 +256,7 @@ def _launch(
         endpoint=f"{run.rdzv_backend}, {torchrun.get_rdzv_endpoint(run)}" if run else None,
         deepspeed=deepspeed,
         environment=environment,
+        table=table,
     )
     return launch, problems
 

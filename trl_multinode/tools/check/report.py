@@ -8,7 +8,7 @@ from accelerate.utils.other import is_port_in_use
 from rich.console import Console
 from rich.table import Table
 
-from ..text import count, rich_table
+from ..text import count, joined, rich_table
 from .arguments import read_arguments
 from .command_line import OWN_FLAGS, batch_of, parse
 from .flags import split_at_script
@@ -18,11 +18,18 @@ from .rules import (
     count_problems,
     device_problems,
     launcher_problems,
+    secret_problems,
     strategy_problems,
     variable_problems,
 )
 from .rules_batch import world_problems
-from .rules_deepspeed import offload_problems, value_problems, zero_notes, zero_problems
+from .rules_deepspeed import (
+    group_problems,
+    offload_problems,
+    value_problems,
+    zero_notes,
+    zero_problems,
+)
 from .rules_engines import engine_notes, engine_problems, head_problems, unused_problems
 from .rules_keys import key_problems
 from .rules_nodes import port_problems, rank_problems, scheduler_problems
@@ -36,8 +43,10 @@ LAUNCH_RULES = (
     scheduler_problems,
     variable_problems,
     device_problems,
+    secret_problems,
     zero_problems,
     offload_problems,
+    group_problems,
     key_problems,
     preemption_problems,
 )
@@ -51,6 +60,7 @@ def check(
     gpus_per_node: int = 8,
     engines: Engines | None = None,
     port: bool = True,
+    table: tuple[int, ...] = (),
 ) -> tuple[Launch | None, list[Problem]]:
     """Check a launch with every rule.
 
@@ -67,6 +77,8 @@ def check(
             Arguments of the script for the engines, if `flags` name no script.
         port (`bool`, *optional*, defaults to `True`):
             Whether to look for a process that already has the port of the launch on this node.
+        table (`tuple[int, ...]`, *optional*):
+            Ranks of each node (`--ranks`); without them all nodes have the same number.
 
     Returns:
         `tuple[Launch | None, list[Problem]]`: the launch, `None` if the file cannot be read or accelerate itself
@@ -76,7 +88,7 @@ def check(
         `SystemExit`: with status 2, for a flag that `accelerate launch` does not have, or for two config files.
     """
     flags, words = split_at_script(flags, OWN_FLAGS)
-    launch, problems = read_launch(path, flags, words, gpus_per_node)
+    launch, problems = read_launch(path, flags, words, gpus_per_node, table)
     found: list[Problem] = []
     unchecked: list[str] = []
     script = Script(batch=batch, engines=engines or Engines())
@@ -124,13 +136,13 @@ def address_notes(launch: Launch) -> Iterator[str]:
 def table(launch: Launch) -> Table:
     """Return a table of the processes, devices and batch that would run, one row per fact."""
     args, started, script = launch.args, launch.started, launch.script
-    first, gpus = started * args.machine_rank, launch.visible
+    first, gpus = launch.topology(args.machine_rank).rank, launch.visible
     here = f"here ranks {first} to {first + started - 1}"
     if launch.ranks_by_arrival:
         here = "numbered as the nodes arrive"
     rows = {
         "nodes": f"{launch.num_nodes}",
-        "processes per node": f"{started}: {here} of {started * launch.num_nodes}",
+        "processes per node": f"{joined(launch.table) or started}: {here} of {sum(launch.ranks)}",
         "training devices": _devices(gpus, 0, started),
         "reserved devices": _devices(gpus, started, None),
     }
@@ -183,6 +195,7 @@ def main(argv: list[str]) -> int:
         options.batch,
         options.gpus_per_node or 8,
         options.engines,
+        table=options.ranks,
     )
     show(launch, problems, options.file)
     return 1 if problems else 0

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from ...errors import ConfigurationError
 from ...run.gpu_variables import CUDA, check_gpu_variables, gpu_variable
+from ...wire.secret import pool_secret
 from .launch import Launch, Problem, problem_of
 from .reading import PREPARE, rank_variables
 
@@ -81,6 +82,8 @@ def strategy_problems(launch: Launch) -> Iterator[Problem]:
 
 def count_problems(launch: Launch) -> Iterator[Problem]:
     """Yield a problem if `num_processes`, the total, is one node's share or is not divisible by the nodes."""
+    if launch.table:  # which has each node's share
+        return
     total, nodes, most = (
         launch.args.num_processes or 1,
         launch.num_nodes,
@@ -135,9 +138,19 @@ def _no_gpu_left(launch: Launch) -> Problem:
     most = max(1, launch.gpus_per_node - 1)
     return Problem(
         f"no GPU is left over for the engine (got {launch.started} processes a node, expected {most} or less)",
-        f"write `num_processes: {launch.num_nodes * most}`, the total, or name a training GPU in the trainer's "
-        "`vllm_devices`, to share it",
+        f"write {launch.setting(most)}, or name a training GPU in the trainer's `vllm_devices`, to share it",
     )
+
+
+def secret_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield a problem if engines serve ranks of other nodes, and this node lacks the secret for that."""
+    needed = launch.gpus_per_node
+    if launch.visible is None or not min(launch.ranks) < needed <= max(launch.ranks):
+        return
+    try:
+        pool_secret()
+    except ConfigurationError as error:
+        yield problem_of(error)
 
 
 def device_problems(launch: Launch) -> Iterator[Problem]:
@@ -148,7 +161,9 @@ def device_problems(launch: Launch) -> Iterator[Problem]:
         return
     needed = launch.gpus_per_node
     if launch.started >= needed:
-        yield _no_gpu_left(launch)
+        # the engines of a node with fewer ranks serve this one too
+        if min(launch.ranks) >= needed:
+            yield _no_gpu_left(launch)
         return
     variable = gpu_variable(os.environ)
     by_ids = launch.args.gpu_ids != "all" and variable == CUDA

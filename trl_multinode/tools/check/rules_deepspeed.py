@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from ...deepspeed_values import differences
-from .launch import Launch, Problem
+from ...deepspeed_values import check_zero_groups, differences
+from ...errors import ConfigurationError
+from .launch import Launch, Problem, problem_of
 
 
 def zero_problems(launch: Launch) -> Iterator[Problem]:
@@ -42,6 +43,18 @@ def offload_problems(launch: Launch) -> Iterator[Problem]:
                 f"`{name}` to `nvme` has no path (got None, expected a folder on the node's NVMe disk)",
                 f"write `{key}: /local_nvme` {deepspeed.where}, with the node's own folder",
             )
+
+
+def group_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield a problem if groups of ranks under ZeRO-3 do not fit a node, with the message of the run itself."""
+    if launch.deepspeed is None:
+        return
+    gpus = len(launch.visible or ())
+    try:
+        for node in range(launch.num_nodes):
+            check_zero_groups(launch.deepspeed.config, launch.topology(node), gpus)
+    except ConfigurationError as error:
+        yield problem_of(error)
 
 
 def value_problems(launch: Launch) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from ...errors import ConfigurationError
 from ...run.gpu_variables import gpu_variable
-from ...run.topology import EngineDevices, Topology, assign_engines, idle_gpus
+from ...run.topology import EngineDevices, assign_engines, idle_gpus
 from .launch import Launch, Problem, Script, problem_of
 from .reading import rank_variables
 
@@ -26,7 +26,7 @@ def engine_problems(launch: Launch) -> Iterator[Problem]:
         left = [free for free in range(size * (count or 1), len(gpus)) if free % size == 0]
         if left and not engines.vllm_devices:
             ranks = len(gpus) - left[0]
-            more = f" `num_processes: {ranks * launch.num_nodes}` ({ranks} a node) leaves {left[0]} GPUs."
+            more = f" {launch.setting(ranks)} leaves {left[0]} GPUs."
             problem = Problem(problem.what, problem.cure + more)
         yield problem
 
@@ -42,7 +42,7 @@ def unused_problems(launch: Launch) -> Iterator[Problem]:
         cure = f"write `from trl_multinode import {trainer}`"
     yield Problem(
         f"GPU {', '.join(reserved)} would be idle: {why} (got {len(reserved)} idle, expected 0)",
-        f"{cure}, or raise `num_processes` to train there",
+        f"{cure}, or write {launch.setting(launch.started + len(reserved))}, to train there",
     )
 
 
@@ -76,15 +76,7 @@ def _assigned(launch: Launch) -> EngineDevices | None:
         or not (engines.vllm_devices or launch.started < len(gpus))
     ):
         return None
-    topology = Topology(
-        rank=launch.started * launch.args.machine_rank,
-        world_size=launch.num_ranks,
-        local_rank=0,
-        local_world_size=launch.started,
-        node=launch.args.machine_rank,
-        num_nodes=launch.num_nodes,
-        launched=True,
-    )
+    topology = launch.topology(launch.args.machine_rank)
     size, count = engines.size, engines.num_engines
     environment = {gpu_variable(rank_variables(launch.args.gpu_ids)): ",".join(gpus)}
     return assign_engines(topology, len(gpus), engines.vllm_devices, count, size, environment)

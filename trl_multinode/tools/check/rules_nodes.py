@@ -109,10 +109,12 @@ def scheduler_problems(launch: Launch) -> Iterator[Problem]:
         if run is None or not count.isdigit() or int(count) < 2:
             continue
         if int(count) != nodes:
-            total = launch.ranks_per_node * int(count)
+            ranks = f"`num_processes: {launch.ranks_per_node * int(count)}`, the total"
+            if launch.table:
+                ranks = "a number for each in `--ranks`"
             what = f"the nodes of this job are not those of the launch (got `num_machines` {nodes}, expected"
             what += f" {count_name}={count})"
-            cure = f"write `num_machines: {count}` and `num_processes: {total}`, the total"
+            cure = f"write `num_machines: {count}` and {ranks}"
             if nodes == 1 and str(run.nnodes).rpartition(":")[2] == count:
                 cure += f"; with one machine, torchrun would take {count_name} and wait for {count} nodes"
             yield Problem(what, cure)

@@ -61,7 +61,7 @@ def examine_cluster(case: Case, report: NodeReport, timeout_s: float) -> Cluster
             [report], findings=[Finding("error", "roll-call", NO_PLACE, "see the errors above")]
         )
     # Versions and numbers are compared in the report, where all are shown
-    hello = hello_of(case.launch, report.gpus, processes=0, versions={}, problems=[])
+    hello = hello_of(case.launch, report.gpus, processes=[], versions={}, problems=[])
     verdict = asyncio.run(call(place, hello))
     if verdict.code:
         cure = "docs/operate/errors.md explains the lines of the roll-call"

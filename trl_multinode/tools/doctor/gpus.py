@@ -77,7 +77,8 @@ def examine_gpus(case: Case) -> Iterator[Fact | Finding]:
         )
         return
     seen = visible_gpus(found, case.environ)
-    yield Fact("GPUs", _models(seen) or "none", same=True, nodes="error")
+    severity = "warning" if case.launch.table else "error"
+    yield Fact("GPUs", _models(seen) or "none", same=True, nodes=severity)
     yield Fact("driver", ", ".join(sorted({gpu.driver for gpu in found})) or "none", same=True)
     yield from _missing(case, found, seen)
     yield from _occupied(seen)
@@ -95,7 +96,7 @@ def _missing(case: Case, found: list[Gpu], seen: list[Gpu]) -> Iterator[Finding]
         return
     what = f"this node shows {len(seen)} of its {len(found)} GPUs (expected {needed} or more: {training} train"
     what += ", and an engine needs one of its own)" if needed > training else ")"
-    cure = f"lower `num_processes` to {max(1, len(seen) - 1) * case.launch.num_nodes}, the total"
+    cure = f"write {case.launch.setting(max(1, len(seen) - 1))}"
     if len(found) > len(seen):
         variables = (gpu_variable(case.environ), *((ROCR,) if on_amd(case.environ) else ()))
         hiding = next((name for name in variables if name in case.environ), variables[0])

@@ -124,7 +124,12 @@ def _levels(options: argparse.Namespace, report: Report) -> None:
 def _static(options: argparse.Namespace, report: Report) -> Launch | None:
     gpus = options.gpus_per_node or (options.level != "static" and len(known_gpus())) or 8
     launch, problems = check(
-        options.file, [*options.flags, *options.script], options.batch, gpus, options.engines
+        options.file,
+        [*options.flags, *options.script],
+        options.batch,
+        gpus,
+        options.engines,
+        table=options.ranks,
     )
     lines = [table(launch), *(f"note: {note}" for note in notes(launch))] if launch else []
     found = [("", Finding("error", "launch", problem.what, problem.cure)) for problem in problems]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...run.versions import MISSING, local_versions
 from ..check.rules_nodes import DEFAULT_PORT
-from ..text import PACKAGE
+from ..text import PACKAGE, joined
 from .case import Case
 from .facts import Fact, Finding
 
@@ -29,7 +29,7 @@ def examine_launch(case: Case) -> Iterator[Fact | Finding]:
     launch = case.launch
     yield Fact(
         "launch",
-        f"{launch.num_nodes} nodes x {launch.started} ranks, {launch.file['distributed_type']}"
+        f"{launch.num_nodes} nodes x {joined(launch.table) or launch.started} ranks, {launch.file['distributed_type']}"
         f", port {launch.port or DEFAULT_PORT}",
         same=True,
         nodes="error",

@@ -11,13 +11,13 @@ from ...run.endings.exit_codes import CONFIGURATION
 from ...run.versions import MISSING
 from ...wire.locks import machine
 from ..differences import differences
-from ..text import count
+from ..text import count, joined
 
 NAMED_NODES = 16  # a line of progress names no more nodes
 LONGEST_LINE = 64 * 1024  # bytes of a message; a `Hello` has about 400
 SAME_FLAGS = "Use one config file and the same flags on all nodes"
-# Numbers that must be equal, beside the versions, and the cure
-COUNTS = {"num_machines differ": SAME_FLAGS, "processes per node differ": SAME_FLAGS}
+# Numbers that must be equal, beside the versions
+NODES, PROCESSES = "num_machines differ", "processes per node differ"
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -28,7 +28,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     host_id: str  # equal for the processes of one host, or of one network namespace of it
     pid: int
     nodes: int  # `num_machines`
-    processes: int  # that the launcher will start on this node
+    # number that the launcher will start on this node, or `--ranks`, those of all nodes
+    processes: list[int]
     gpus: int
     versions: dict[str, str]
     problems: list[str] = []  # that the check of this node's launch has found
@@ -40,10 +41,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     @property
     def facts(self) -> dict[str, str]:
         """Return what should be equal on all nodes."""
-        counts = {"num_machines differ": self.nodes, "processes per node differ": self.processes}
-        return {
-            name: str(number) for name, number in (counts | {"GPUs differ": self.gpus}).items()
-        } | self.versions
+        counts = {NODES: str(self.nodes), PROCESSES: joined(self.processes)}
+        return {**counts, "GPUs differ": str(self.gpus), **self.versions}
 
 
 class State(msgspec.Struct, frozen=True, tag=True):
@@ -152,9 +151,13 @@ class Attendance:
         for one in differences(
             [hello.facts for hello in self.here], [hello.name for hello in self.here]
         ):
-            cure = COUNTS.get(
-                one.library, "Install the same version on all nodes" if one.is_error else ""
-            )
+            cure = "Install the same version on all nodes" if one.is_error else ""
+            if one.library in (NODES, PROCESSES):
+                cure = SAME_FLAGS
+            if one.library == PROCESSES and all(len(hello.processes) == 1 for hello in self.here):
+                found = {hello.rank: hello.processes[0] for hello in self.here}
+                ranks = joined(found.get(rank, "?") for rank in range(self.host.nodes))
+                cure += f", or pass --ranks {ranks} on each if they are meant to differ"
             if errors == bool(cure):
                 yield f"{printable(str(one))}. {cure}" if cure else printable(str(one))
 

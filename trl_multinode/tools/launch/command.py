@@ -40,12 +40,16 @@ def main(argv: list[str]) -> int:
         return CONFIGURATION
     words = [*flags, *options.script]
     # the roll-call looks for the owner of the port, and may be that itself
-    launch, problems = check(options.file, words, gpus_per_node=gpus, port=False)
+    launch, problems = check(
+        options.file, words, gpus_per_node=gpus, port=False, table=options.ranks
+    )
     if launch is not None:
         problems += gpu_problems(launch)
     show(launch, problems, options.file)
     if code := meet(launch, problems, options.timeout):
         return code
+    if launch is not None and launch.table:
+        flags += ["--num_processes", str(launch.args.num_processes)]
     command = ["accelerate", "launch", "--config_file", options.file, *flags, *options.script]
     # without the script's arguments, one of which may be a token
     say(f"starts {shlex.join(command[: 5 + len(flags)])} ...")
@@ -110,7 +114,7 @@ def meet(launch: Launch | None, problems: Sequence[Problem], timeout_s: float) -
         return CONFIGURATION
     gpus = torch.cuda.device_count() if launch.visible is not None else 0
     told = [problem.line for problem in problems]
-    hello = hello_of(launch, gpus, launch.started, local_versions(), told)
+    hello = hello_of(launch, gpus, launch.table or [launch.started], local_versions(), told)
     try:
         return asyncio.run(call(place, hello)).code
     except KeyboardInterrupt:

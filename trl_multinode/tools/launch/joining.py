@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Sequence
 
 from ..check.launch import Launch
 from ..check.rules_nodes import DEFAULT_PORT
@@ -28,7 +29,11 @@ def place_of(launch: Launch, timeout_s: float) -> Place | None:
 
 
 def hello_of(
-    launch: Launch, gpus: int, processes: int, versions: dict[str, str], problems: list[str]
+    launch: Launch,
+    gpus: int,
+    processes: Sequence[int],
+    versions: dict[str, str],
+    problems: list[str],
 ) -> Hello:
     """Return the message of this node."""
     host, nodes = socket.gethostname(), launch.num_nodes
@@ -38,7 +43,7 @@ def hello_of(
         host_id(),
         os.getpid(),
         nodes,
-        processes,
+        list(processes),
         gpus,
         versions,
         problems,

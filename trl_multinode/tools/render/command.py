@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...wire.secret_names import has_secret_form, is_secret_name
-from ..text import PACKAGE, fill, write_new
+from ..text import PACKAGE, fill, numbers, write_new
 from .job import Job, JobError, check_script, read_job
 
 PROG = "trl-multinode render"
@@ -153,6 +153,12 @@ COMMON: dict[str, dict[str, Any]] = {
         "help": "name of the job (default: grpo)",
     },
     "--gpus_per_node": {"type": _seconds, "help": "GPUs of a node (default: 8, none with use_cpu)"},
+    "--ranks": {
+        "type": numbers,
+        "default": (),
+        "metavar": "N0,N1,...",
+        "help": "ranks of each node, node 0 first, as in --ranks 7,8,8,8 (default: num_processes / num_machines)",
+    },
     "--grace": {
         "type": _seconds,
         "metavar": "S",
@@ -353,7 +359,12 @@ def main(argv: list[str]) -> int:
     options = make_parser().parse_args(argv)
     try:
         job = read_job(
-            options.file, options.script, options.gpus_per_node, options.grace, options.timeout
+            options.file,
+            options.script,
+            options.gpus_per_node,
+            options.grace,
+            options.timeout,
+            options.ranks,
         )
         check_options(job, options)
         check_sbatch(job, getattr(options, "sbatch", []))
@@ -383,6 +394,8 @@ def main(argv: list[str]) -> int:
     nodes = " --machine_rank 0 --main_process_ip HOST0" if job.nodes > 1 else ""
     print(f"{job.summary()}; after a signal {job.grace_s} s for a checkpoint.", file=sys.stderr)
     print("Check it first, which starts nothing:", file=sys.stderr)
-    print(f"  trl-multinode check {job.quoted}{nodes}{job.gpus_flag} {job.script}", file=sys.stderr)
+    print(
+        f"  trl-multinode check {job.quoted}{nodes}{job.node_flags} {job.script}", file=sys.stderr
+    )
     print(f"Then:\n  {filled.then}", file=sys.stderr)
     return 0

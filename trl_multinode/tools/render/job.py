@@ -11,6 +11,7 @@ import yaml
 
 from ...node_settings import NodeSettings
 from ..layout import Layout
+from ..text import count, joined
 
 DEFAULT_PORT = 29500  # of torchrun
 LAUNCHER_MARGIN_S = (
@@ -32,6 +33,8 @@ class Job(Layout):
     script: str  # shell text: the script and its arguments
     grace_s: int  # for the end of the step and a checkpoint, after a signal
     timeout_s: int  # of the roll-call
+    # training processes of each node, if `--ranks` gives them; `ranks` then is the largest number
+    table: tuple[int, ...] = ()
 
     @property
     def launcher_s(self) -> int:
@@ -53,9 +56,20 @@ class Job(Layout):
         """Config file as a word of a shell."""
         return shlex.quote(str(self.config))
 
+    @property
+    def node_flags(self) -> str:
+        """Return the flags for numbers of GPUs and ranks that the config file does not have."""
+        return self.gpus_flag + (f" --ranks {joined(self.table)}" if self.table else "")
+
+    def summary(self) -> str:
+        """Describe the nodes, without the last full stop."""
+        if not self.table:
+            return super().summary()
+        return f"{count(self.nodes, 'node')} of {joined(self.table)} ranks, {count(self.gpus, 'GPU')} on each"
+
     def launch(self, flags: str = "") -> str:
         """Return the shell text that runs this node's share; `flags` are its rank and address without a scheduler."""
-        own = f"--timeout {self.timeout_s}{self.gpus_flag}"
+        own = f"--timeout {self.timeout_s}{self.node_flags}"
         words = " ".join(filter(None, [own, flags]))
         return f"trl-multinode launch {self.quoted} {words} \\\n    {self.script}"
 
@@ -66,6 +80,7 @@ def read_job(
     gpus: int | None = None,
     grace_s: int | None = None,
     timeout_s: int = 600,
+    table: tuple[int, ...] = (),
 ) -> Job:
     """Read the job of a config file.
 
@@ -80,13 +95,20 @@ def read_job(
             Seconds for a checkpoint after a signal; by default `--preemption_grace` of the script, or its default.
         timeout_s (`int`, *optional*, defaults to `600`):
             Longest wait of the roll-call.
+        table (`tuple[int, ...]`, *optional*):
+            Ranks of each node, in the place of `num_processes` of the file.
 
     Raises:
         [`JobError`]: if the file or the script cannot be launched.
     """
     file = _read(path)
-    nodes, total = _count(file, path, "num_machines", 1), _count(file, path, "num_processes", None)
-    if total % nodes:
+    nodes = _count(file, path, "num_machines", 1)
+    total = sum(table) or _count(file, path, "num_processes", None)
+    if table and len(table) != nodes:
+        raise JobError(
+            f"{path}: `--ranks` has a number for each node (got {len(table)}, expected `num_machines` {nodes})"
+        )
+    if total % nodes and not table:
         raise JobError(
             f"{path}: `num_processes` is the total (got {total} for {nodes} nodes, expected a multiple of {nodes}); "
             f"write {max(1, total // nodes) * nodes}"
@@ -94,21 +116,23 @@ def read_job(
     on_cpu = file.get("use_cpu")
     if gpus is None:
         gpus = 0 if on_cpu else 8
-    if gpus and total > gpus * nodes and not on_cpu:
+    ranks = max(table, default=total // nodes)
+    if gpus and ranks > gpus and not on_cpu:
         raise JobError(
-            f"{path}: a node has {gpus} GPUs (got `num_processes` {total}, expected at most {gpus * nodes}, the "
-            "total); correct it, or pass --gpus_per_node"
+            f"{path}: a node has {gpus} GPUs (got {ranks} ranks, `num_processes` {total}, the total, expected at most "
+            f"{gpus}); correct it, or pass --gpus_per_node"
         )
     _count(file, path, "main_process_port", DEFAULT_PORT)
     grace = _grace_of(_words(script))
     return Job(
         nodes,
-        total // nodes,
+        ranks,
         gpus,
         Path(path),
         script.strip(),
         grace if grace_s is None else grace_s,
         timeout_s,
+        table,
     )
 
 
