@@ -17,6 +17,7 @@ from waiting import HANG_S, until
 from multinode_kit.faults import FORKED, HOOK, Faults
 from multinode_kit.namespaces import namespaces_available
 from multinode_kit.nodes import Nodes
+from trl_multinode.wire.secret import SECRET
 
 SCRIPTS = Path(__file__).parent / "scripts"
 FAULTS = Faults().lie_about_load(8).lose_load(10).stale_head(12).environment()
@@ -148,11 +149,21 @@ def failure_line(log: str) -> str:
     return lines[-1]
 
 
-@pytest.mark.parametrize("ranks", [[3, 1], pytest.param([4], marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "engines"),
+    [
+        ([3, 1], "10"),
+        pytest.param([3, 1], "11", marks=pytest.mark.nightly),
+        pytest.param([4], "1", marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_other_nodes_with_four_ranks_give_the_same_completions_and_losses(
-    ranks, two_by_two, tmp_path
+    ranks, engines, two_by_two, tmp_path
 ):
-    with Nodes(len(ranks), ranks, folder=tmp_path, env={HOOK: FORKED}, forked=True) as nodes:
+    """Also with engines on one of both nodes only, which serve the ranks of the other one through a port."""
+    env = {HOOK: FORKED, "ENGINES_OF_NODES": engines, SECRET: "secret of these tests"}
+    with Nodes(len(ranks), ranks, folder=tmp_path, env=env, forked=True) as nodes:
         nodes.launch(SCRIPTS / "story.py", str(tmp_path), "layout")
         assert nodes.wait(timeout_s=HANG_S) == [0] * len(ranks), nodes.rank_log(0)[-3000:]
         until(lambda: not any(map(nodes.pids, range(len(ranks)))), nodes.tails)

@@ -52,6 +52,8 @@ def make_trainer(
         disable_tqdm=True,
         **settings,
     )
+    if "ENGINES_OF_NODES" in os.environ:
+        args.num_engines = int(os.environ["ENGINES_OF_NODES"][int(os.environ["GROUP_RANK"])])
     dataset = Dataset.from_dict({"prompt": prompts})
     return GRPOTrainer(
         model, reward, args, dataset.to_iterable_dataset() if iterable else dataset,
