@@ -165,7 +165,8 @@ class StepReport:
             times = StepTimes(*map(fmean, zip(*map(astuple, rows), strict=True)))
             ahead, in_flight = host.settings.max_staleness > 0, host.settings.in_flight
             training, reserved = host.topology.ranks_per_node, reserved_per_node(host.devices)
-            report(split_advice(times, training, reserved, ahead, in_flight))
+            nodes = host.topology.num_nodes
+            report(split_advice(times, training, reserved, ahead, in_flight, nodes))
 
     def _step_times(self, ranks: list[RankNumbers], steps: int) -> StepTimes:
         """Return the slowest rank's seconds per step of an interval."""
