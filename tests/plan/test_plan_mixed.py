@@ -136,23 +136,25 @@ def test_ranks_never_wait_for_a_pull_and_engines_only_without_rows_in_flight():
     parts = pause_seconds(joined), pull_seconds(joined), load_seconds(joined)
     assert projected(joined) == pytest.approx(sum(parts))
     assert projected(joined) > projected(alone)
-    for gbit in (400, 1):
-        flags = f"--nodes 4x8 --completion 4096 --rows 256 --link {gbit}"
-        plan = task("8B", flags)
-        layout = split_layouts(plan, (0, 8, 8, 8))[-1]
-        split, rates = weight_sync(plan, layout), Rates(nic=plan.cluster.link)
-        pause, pull, load = (
-            each(split, rates) for each in (pause_seconds, pull_seconds, load_seconds)
-        )
-        assert pull > 2 * size("8B").parameters / plan.cluster.link
-        found = layout.seconds
-        assert found.sync == pytest.approx(pause + pull + load)
-        assert found.beside == pytest.approx(
-            max(pause + found.train, pause + pull + load + found.generate)
-        )
-        assert found.in_flight >= pull
-    # at 1 Gbit/s nothing takes longer than the traffic of ZeRO-3, then the pull
-    assert found.train > pull > found.generate
+    plan = task("8B")
+    layout = split_layouts(plan, (0, 8, 8, 8))[-1]
+    split, rates = weight_sync(plan, layout), Rates(nic=plan.cluster.link)
+    pause, pull, load = (each(split, rates) for each in (pause_seconds, pull_seconds, load_seconds))
+    assert pull > 2 * size("8B").parameters / plan.cluster.link
+    found = layout.seconds
+    assert found.sync == pytest.approx(pause + pull + load)
+    assert found.beside == pytest.approx(pause + pull + load + found.generate)
+    assert found.in_flight < found.beside - pull
+
+
+def test_a_step_is_never_shorter_than_a_pull():
+    plan = measured(1.0, 1.0, "--nodes 4x8 --completion 4096 --rows 256")
+    plan = replace(plan, cluster=replace(plan.cluster, link=1e6))
+    found = split_layouts(plan, (0, 8, 8, 8))[-1].seconds
+    pull = 2 * size("0.5B").parameters / (1e6 * NIC_SHARE)
+    assert found.pause == 0.0 and found.sync == found.in_flight == pytest.approx(pull)
+    assert found.beside == pytest.approx(pull + found.generate)
+    assert found.after == pytest.approx(pull + found.generate + found.train)
 
 
 def test_235b_fits_with_nodes_that_only_generate_and_with_no_split_of_80_gb():

@@ -198,9 +198,8 @@ def train_seconds(task: Task, layout: Layout) -> float:
 def gather_seconds(task: Task, layout: Layout) -> float:
     """Return the seconds in which the whole model reaches every GPU that trains once."""
     num_bytes = 2 * task.model.parameters
-    missing = 1 - layout.fewest / sum(
-        layout.ranks
-    )  # share of the model that the smallest node receives
+    # share of the model that the node with the fewest ranks receives
+    missing = 1 - layout.fewest / sum(layout.ranks)
     return max(missing * num_bytes / task.cluster.link, num_bytes / NODE_LINK)
 
 
