@@ -47,6 +47,22 @@ ADVICE = {
     "in flight": (
         LONG_TAIL, 7, 1, IN_FLIGHT, ["7+1 takes 13.0 s", "6+2 would take about 11.7 s"], "fewer than",
     ),
+    # g = 40 x 4 over R GPUs of a node, t = 40 x 4 over 8-R: sqrt(g) = sqrt(t), so that no other split is better
+    "no better nodes": (StepTimes(40.0, 40.0), 4, 4, {"nodes": 8}, [BEST], "only generate"),
+    # g = 7 x 1, t = 1 x 7: R=4 takes 3.5 s; k=4 of 8 nodes the same
+    "same as nodes": (StepTimes(7.0, 1.0), 7, 1, {"nodes": 8}, ["4+4 would take about 3.5 s"], "only generate"),
+    # g = 70, t = 3.5 on one GPU of two: k of 8 nodes take max(70 / (2k/8), 3.5 / (2 - 2k/8)) s, 40 s for k=7
+    "nodes": (
+        StepTimes(70.0, 3.5), 1, 1, {"nodes": 8, **AHEAD},
+        ["1+1 takes 70.0 s", BEST,
+         "7 of 8 nodes that only generate, beside others that train on all 2, would take about 40.0 s",
+         "colocation on all 2"], "",
+    ),
+    # One engine per node is more than 2 s of generation need: k=1 of 16 is half a GPU per node, 4 s beside 70 / 7.5 s
+    "few engines": (
+        StepTimes(2.0, 10.0), 7, 1, {"nodes": 16, **AHEAD},
+        [BEST, "1 of 16 nodes that only generate, beside others that train on all 8, would take about 9.3 s"], "",
+    ),
     "short tail": (StepTimes(10.0, 90.0, tail_s=5.0), 7, 1, {}, ["7+1"], "in_flight"),
 }  # fmt: skip
 

@@ -34,7 +34,9 @@ def layouts(plan: Task) -> dict[tuple[str, int], Layout]:
     """Layouts of all splits and of colocation, by name and tensor-parallel degree."""
     gpus = plan.cluster.gpus
     every = [
-        one for reserved in (1, 2, 4) for one in split_layouts(plan, gpus - reserved, reserved)
+        one
+        for reserved in (1, 2, 4)
+        for one in split_layouts(plan, (gpus - reserved,) * plan.cluster.nodes)
     ]
     return {
         (one.name, one.engine.tensor_parallel): one for one in (*every, *colocated_layouts(plan))

@@ -113,12 +113,13 @@ def test_the_measured_seconds_are_scaled_to_each_split(tmp_path):
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        # 7+1: max(13, 10); 6+2: max(6.5, 11.7) s, and a second of sync
+        # 7+1: max(13, 10); 6+2: max(6.5, 11.7); 6+2 on 3 of 4 nodes, 1.5 GPUs of 8: max(8.7, 10.8) s; a second of sync
         (
             {"generate": 40.0, "train": 10.0, "tail": 30.0},
             [
-                "take 6+2 with `max_staleness=3`",
-                "30.0 of 35.0 s",
+                "take 1x8+0/3x6+2 with `max_staleness=3`",
+                "30.0 of 36.7 s",
+                "launch 4node_6+2.yaml --ranks 6,6,6,8 train.py",
                 "sync 1.0 s, generate 40.0 s, tail 30.0 s, train 10.0 s",
                 "700 on average",
                 "8 measured steps",
@@ -126,7 +127,19 @@ def test_the_measured_seconds_are_scaled_to_each_split(tmp_path):
         ),
         # 11 s; 6+2 12.7; in flight no faster
         ({"generate": 9.0, "train": 10.0}, ["take 7+1 with `max_staleness=1`"]),
-        ({"generate": 0.2, "train": 10.0}, ["take 7+1 with `max_staleness=0`", "5 %"]),
+        # of equal nodes; 7,8,8,8 with a round ahead would take 10.0 instead of 11.2 s
+        (
+            {"generate": 0.2, "train": 10.0, "flags": "--splits 7+1,6+2"},
+            ["take 7+1 with `max_staleness=0`", "5 %"],
+        ),
+        # one GPU of four nodes generates: 70/7.75 s of training instead of 10 s
+        (
+            {"generate": 0.02, "train": 10.0},
+            [
+                "take 3x8+0/1x7+1 with `max_staleness=0`",
+                "launch 4node.yaml --ranks 7,8,8,8 train.py",
+            ],
+        ),
         ({"generate": 9.0, "train": 10.0, "tail": None}, ["tail is unknown"]),
         # engines in flight are taken as busy all the time
         (
@@ -134,11 +147,12 @@ def test_the_measured_seconds_are_scaled_to_each_split(tmp_path):
             ["in flight", "generate 12.0 s"],
         ),
     ],
-    ids=["long tail", "one round ahead", "no staleness", "unknown tail", "in flight"],
+    ids=["long tail", "one round ahead", "no staleness", "one GPU", "unknown tail", "in flight"],
 )
 def test_the_seconds_of_a_run_decide_what_to_take(tmp_path, capsys, seconds, words):
+    flags = f"{FLAGS} {seconds.pop('flags', '')} --run {tmp_path}"
     write_run(tmp_path, **seconds)
-    assert main(["plan", str(CONFIGS / "0.5B.json"), *FLAGS.split(), "--run", str(tmp_path)]) == 0
+    assert main(["plan", str(CONFIGS / "0.5B.json"), *flags.split()]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert [word for word in words if word not in text] == []
 

@@ -61,7 +61,7 @@ def test_state_bytes_are_those_of_deepspeeds_estimator(name, nodes, ranks):
     model = size(name)
     offloads = {"none": (False, False), "optimizer": (True, False), "all": (True, True)}
     for offload, (optimizer, parameters) in offloads.items():
-        ours, host = state_bytes(model, nodes, ranks, offload)
+        ours, host = state_bytes(model, [ranks] * nodes, offload)
         their_host, theirs, _ = estimate(
             model.parameters, model.largest_layer, ranks, nodes, optimizer, parameters
         )

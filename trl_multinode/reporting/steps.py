@@ -157,11 +157,12 @@ class StepReport:
         if host.step() < ADVICE_AT_STEP or host.devices.shared_with_training:
             return
         rows, self._intervals = self._intervals, None
-        if host.topology.rank == 0:
+        # one split is no advice for nodes that differ
+        if host.topology.rank == 0 and len(set(host.topology.nodes)) == 1:
             times = StepTimes(*map(fmean, zip(*map(astuple, rows), strict=True)))
             ahead, in_flight = host.settings.max_staleness > 0, host.settings.in_flight
-            shape = host.topology.nodes[0]
-            report(split_advice(times, shape.ranks, shape.reserved, ahead, in_flight))
+            shape, count = host.topology.nodes[0], host.topology.num_nodes
+            report(split_advice(times, shape.ranks, shape.reserved, ahead, in_flight, count))
 
     def _step_times(self, ranks: list[RankNumbers], steps: int) -> StepTimes:
         """Return the slowest rank's seconds per step of an interval."""

@@ -11,7 +11,7 @@ from ..layout import Layout
 from ..text import positive
 from . import PlanError
 from .hardware import Cluster, parse_gpu, parse_nodes, parse_split
-from .layouts import colocated_layouts, split_layouts
+from .layouts import colocated_layouts, mixed_layouts, split_layouts
 from .measured import read_run
 from .model_size import model_size
 from .task import Rows, Task
@@ -57,7 +57,8 @@ def own_parser() -> argparse.ArgumentParser:
     parser.add_argument("--micro_rows", "--micro-rows", type=positive, help=text)
     parser.add_argument(
         "--splits",
-        help="training + reserved GPUs of a node (default: 1, 2, 4, 8 reserved, half at most), as in 7+1,6+2",
+        help="training + reserved GPUs of every node, as in 7+1,6+2 (default: 1, 2, 4, 8 reserved, half at most, and "
+        "layouts with different nodes)",
     )
     text = "what is in host memory: nothing, the optimizer, or also the parameters (default: none)"
     parser.add_argument("--offload", choices=OFFLOADS, default="none", help=text)
@@ -90,8 +91,12 @@ def main(argv: list[str]) -> int:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
     splits = [
-        layout for training, reserved in pairs for layout in split_layouts(task, training, reserved)
+        layout
+        for training, _ in pairs
+        for layout in split_layouts(task, (training,) * task.cluster.nodes)
     ]
+    if options.splits is None:
+        splits += mixed_layouts(task, pairs)
     colocated = colocated_layouts(task)
     if options.json:
         layouts = [asdict(each) | {"fits": each.fits} for each in (*splits, *colocated)]

@@ -21,7 +21,10 @@ bucket and to copy it into its slot, so L = min(R, buckets) of them work at the 
 
     slowest stage of across, within / L, max(copy / L, B / host_memory) + (sum of the other two) L / buckets
 
-and then trains while the engines load and commit.
+and then trains while the engines load and commit. A nodes without ranks pull this update out of the host memory of the
+training nodes, bucket k from node k mod N, and then load:
+
+    pull     max(1, A/N) B / nic                               into such a node, and out of a training node
 """
 
 from collections.abc import Iterable
@@ -68,6 +71,8 @@ class Sync:
             GPUs over which one engine spreads its weights.
         calls (`int`, *optional*, defaults to 0):
             Calls of vLLM's loaders: one or two per tensor, whatever its size.
+        agents (`int`, *optional*, defaults to 0):
+            Nodes that only generate; `nodes` are those that train.
         transport (`str`, *optional*, defaults to `"host"`):
             `"host"`, `"nccl"` or `"ipc"`, between neighbouring GPUs.
         sender_locked (`bool`, *optional*, defaults to `True`), worker_locked (`bool`, *optional*, defaults to `True`):
@@ -81,6 +86,7 @@ class Sync:
     workers: int = 1
     tensor_parallel: int = 1
     calls: int = 0
+    agents: int = 0
     transport: str = "host"
     sender_locked: bool = True
     worker_locked: bool = True
@@ -151,6 +157,8 @@ def stage_seconds(sync: Sync, rates: Rates = Rates()) -> dict[str, float]:
 
 def projected(sync: Sync, rates: Rates = Rates()) -> float:
     """Return the seconds of a sync on GPUs: arithmetic with the rates of `rates`, not a measurement."""
+    if sync.agents:
+        return sum(each(sync, rates) for each in (pause_seconds, pull_seconds, load_seconds))
     stages = stage_seconds(sync, rates)
     commit = stages.pop("commit")
     return pipelined(stages.values(), sync.buckets) + commit
@@ -162,6 +170,12 @@ def pause_seconds(sync: Sync, rates: Rates = Rates()) -> float:
     copy = max(stages["copy"] / ranks, sync.num_bytes / rates.host_memory)
     # each of these ranks fills and drains the pipeline with a bucket of its own
     return pipelined((stages["across"], stages["within"] / ranks, copy), sync.buckets / ranks)
+
+
+def pull_seconds(sync: Sync, rates: Rates = Rates()) -> float:
+    """Return the projected seconds in which the nodes that only generate pull an update; 0 without such nodes."""
+    copies = max(1.0, sync.agents / sync.nodes) if sync.agents else 0.0
+    return copies * sync.num_bytes / (rates.nic * NIC_SHARE)
 
 
 def load_seconds(sync: Sync, rates: Rates = Rates()) -> float:

@@ -12,12 +12,12 @@ from ..layout import Layout as ConfigLayout
 from ..text import fill
 from . import hardware, layouts, rounds, training
 from .engine_memory import engine_memory
-from .layouts import OPEN_ROUNDS, Layout, Task, fastest
+from .layouts import CLOSE, OPEN_ROUNDS, WAYS, Layout, Task, fastest, weight_sync
+from .sync_seconds import Rates, pull_seconds
 
 WIDTH = 110  # of a line
-CLOSE = 1.05  # seconds that are as good as the fastest
-STALENESS = {"after": 0, "beside": 1, "in_flight": OPEN_ROUNDS}
-WAYS = {way: f"with `max_staleness={rounds}`" for way, rounds in STALENESS.items()}
+STALENESS = dict(zip(WAYS, (0, 1, OPEN_ROUNDS), strict=True))
+SETTINGS = {way: f"with `max_staleness={rounds}`" for way, rounds in STALENESS.items()}
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,13 @@ def text_of(task: Task, splits: list[Layout], colocated: list[Layout], asked: As
         best=best,
         way=choice(best),
         awake=awake_rows(task, colocated),
-        ways=WAYS,
+        ways=SETTINGS,
         staleness=STALENESS,
         asked=asked,
         config_name=config.name_of,
-        config_layout=lambda one: ConfigLayout(task.cluster.nodes, one.training, task.cluster.gpus),
+        config_layout=config_layout,
         micro_steps=micro_steps,
+        pull=lambda one: pull_seconds(weight_sync(task, one), Rates(nic=task.cluster.link)),
         exists=lambda name: Path(name).exists(),
         best_of=best_of,
         aligned=aligned,
@@ -85,12 +86,18 @@ def text_of(task: Task, splits: list[Layout], colocated: list[Layout], asked: As
     return "\n".join([tables, *lines])
 
 
+def config_layout(layout: Layout) -> ConfigLayout:
+    """Return the layout of the config file for the nodes that train; such a file leaves a GPU for vLLM."""
+    gpus = round(layout.training + layout.reserved)
+    return ConfigLayout(layout.training_nodes, min(layout.fewest, gpus - 1), gpus)
+
+
 def micro_steps(task: Task, best: Layout, group: int, in_flight: bool) -> tuple[int, int]:
     """Return rows and number of a rank's micro-batches, with about the planned rows and with whole groups.
 
     In flight a group stays on its rank, otherwise the ranks of all nodes may share it.
     """
-    ranks = 1 if in_flight else task.cluster.nodes * best.training
+    ranks = 1 if in_flight else sum(best.ranks)
     planned = task.rows.number / best.training
     most = task.micro_rows or best.micro_rows
     least = math.ceil(planned / most)
@@ -141,7 +148,7 @@ def choice(best: dict[str, Layout]) -> str | None:
 def awake_rows(task: Task, colocated: list[Layout]) -> int:
     """Return the longest rows at once in the caches of engines that do not sleep, with micro-batches of one row."""
     gpus = task.cluster.gpus
-    memory = training.training_memory(task, task.cluster.nodes, gpus, task.micro_rows or 1)
+    memory = training.training_memory(task, (gpus,) * task.cluster.nodes, task.micro_rows or 1)
     taken = memory.total + training.FREE_SHARE * task.cluster.gpu.total
     degrees = [each.engine.tensor_parallel for each in colocated if each.fits]
     engines = [engine_memory(task, gpus, degree, taken) for degree in degrees]

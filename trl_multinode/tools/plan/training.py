@@ -1,5 +1,7 @@
 """Memory of a training GPU under ZeRO-3: states, gathered parameters, activations."""
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .model_size import ModelSize
@@ -37,21 +39,21 @@ class TrainingMemory:
 
 
 def state_bytes(
-    model: ModelSize, nodes: int, ranks_per_node: int, offload: str = "none"
+    model: ModelSize, ranks: Sequence[int], offload: str = "none"
 ) -> tuple[float, float]:
     """Return the bytes of parameters, gradients and optimizer on one GPU, and on one node's host, without any layer.
 
     Args:
+        ranks (`Sequence[int]`):
+            Ranks of each node.
         offload (`str`, *optional*, defaults to `"none"`):
             What is in host memory: nothing, the `"optimizer"`, or `"all"` of optimizer and parameters.
     """
-    ranks = nodes * ranks_per_node
+    share = model.parameters / sum(ranks)
     if offload == "none":
-        return STATE_BYTES * model.parameters / ranks, 0.0
+        return STATE_BYTES * share, 0.0
     kept = PARAMETER_BYTES if offload == "optimizer" else 0
-    return kept * model.parameters / ranks, (
-        STATE_BYTES - kept
-    ) * model.parameters / nodes * OFFLOAD_FACTOR
+    return kept * share, (STATE_BYTES - kept) * share * max(ranks) * OFFLOAD_FACTOR
 
 
 def gather_bytes(model: ModelSize) -> float:
@@ -89,31 +91,36 @@ def activation_bytes(model: ModelSize, rows: float, row_tokens: int) -> float:
     return 2 * tokens * model.hidden * model.layers + max(head, one_layer)
 
 
-def training_memory(task: Task, nodes: int, ranks_per_node: int, rows: int) -> TrainingMemory:
+def training_memory(task: Task, ranks: Sequence[int], rows: int) -> TrainingMemory:
     """Return the memory of a training GPU for micro-batches of `rows` of the longest rows."""
-    states, host = state_bytes(task.model, nodes, ranks_per_node, task.offload)
+    states, host = state_bytes(task.model, ranks, task.offload)
     activations = activation_bytes(task.model, rows, task.row_tokens)
     return TrainingMemory(states, gather_bytes(task.model), activations, OTHER_BYTES, host)
 
 
-def fits(task: Task, nodes: int, ranks_per_node: int, rows: int) -> bool:
+def fits(task: Task, ranks: Sequence[int], rows: int) -> bool:
     """Return whether micro-batches of `rows` rows fit into a training GPU."""
     limit = (1 - FREE_SHARE) * task.cluster.gpu.total
-    return training_memory(task, nodes, ranks_per_node, rows).total <= limit
+    return training_memory(task, ranks, rows).total <= limit
 
 
-def largest_micro_batch(task: Task, ranks_per_node: int) -> int:
+def largest_micro_batch(task: Task, ranks: Sequence[int]) -> int:
     """Return the rows of the largest micro-batch that fits; 0 if one row, or the rows that were asked for, do not."""
-    share = -(-task.rows.number // ranks_per_node)  # rows of a round per rank
+    share = -(-task.rows.number * len(ranks) // sum(ranks))  # rows of a round per rank
     most = min(share, task.micro_rows or share)
     first = most if task.micro_rows else 1
-    sizes = range(most, first - 1, -1)
-    return next((rows for rows in sizes if fits(task, task.cluster.nodes, ranks_per_node, rows)), 0)
+    return next((rows for rows in range(most, first - 1, -1) if fits(task, ranks, rows)), 0)
 
 
-def nodes_needed(task: Task, ranks_per_node: int) -> int | None:
-    """Return the fewest nodes on which a micro-batch of one row, or of the rows that were asked for, fits."""
-    every = range(1, MOST_NODES + 1)
-    return next(
-        (nodes for nodes in every if fits(task, nodes, ranks_per_node, task.micro_rows or 1)), None
+def nodes_needed(task: Task, ranks: Sequence[int]) -> int | None:
+    """Return the fewest nodes on which a micro-batch of one row, or of the rows that were asked for, fits.
+
+    Only the number of nodes with the most ranks differs from `ranks`.
+    """
+    most, rows = max(ranks), task.micro_rows or 1
+    others = [each for each in ranks if each < most]
+    # more ranks never need more memory
+    enough = bisect_left(
+        range(1, MOST_NODES + 1), True, key=lambda full: fits(task, [*others, *[most] * full], rows)
     )
+    return None if enough == MOST_NODES else len(others) + enough + 1
