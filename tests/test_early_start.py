@@ -197,7 +197,7 @@ def test_an_engine_that_ends_beside_the_load_is_reported_at_once(tmp_path, monke
         topology, watch, HashStore(), NodeSettings(), tmp_path / "logs", lines.append, phases
     )
     settings = EngineSettings(NodeSettings(), topology, ON_CPU, torch.float32, {})
-    given = settings, 1, tiny_qwen2(), tiny_tokenizer()
+    given = settings, tiny_qwen2(), tiny_tokenizer()
     one.launch(*given)
 
     def reported() -> bool:

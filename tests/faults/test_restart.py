@@ -25,7 +25,7 @@ from multinode_kit.forking import from_template
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.engine import fleet as fleet_module
 from trl_multinode.engine.fleet import EngineFleet
-from trl_multinode.engine.restarts import lost_engine, lost_engines
+from trl_multinode.engine.restarts import LostEngine, lost_engines
 from trl_multinode.engine.settings import CPU_ENVIRONMENT, cores_per_worker
 from trl_multinode.engine.stream import Request
 from trl_multinode.errors import EngineDiedError
@@ -36,7 +36,7 @@ from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.phase_file import PhaseFile
 from trl_multinode.run.phases import Phases
-from trl_multinode.run.topology import Topology
+from trl_multinode.run.topology import EngineDevices, Topology, shape_of
 from trl_multinode.run.watch import watch_thread
 from trl_multinode.run.watch.watchdog import Watchdog
 from trl_multinode.weights.probe import probe_tokens
@@ -78,6 +78,7 @@ class OneNode(Updates):
         self.lines: list[str] = []
         self.ends: list[str] = []
         self._rank = self.updates = self
+        self.sends_weights = True
         self._agreement = SimpleNamespace(meet=Meeting(self.topology, HashStore()).wait)
         self._presence = SimpleNamespace(activity=SimpleNamespace(synced=False))
         self._fleet = EngineFleet(
@@ -94,9 +95,12 @@ class OneNode(Updates):
             self.settings.vllm_tensor_parallel_size or 1
         )
         arguments = {"arguments": self._arguments, "environment": lambda index: environment}
-        self._fleet.start(SimpleNamespace(**arguments), num_engines, self.model, tiny_tokenizer())
-        self.engines = self._fleet.connect(num_engines, 64)
-        self.ahead_engines = self._fleet.connect(num_engines, 64) if staleness else None
+        devices = EngineDevices(((),) * num_engines, shared_with_training=False)
+        self.topology.assume(shape_of(self.topology, devices))
+        settings = SimpleNamespace(devices=devices, **arguments)
+        self._fleet.start(settings, self.model, tiny_tokenizer())
+        self.engines = self._fleet.connect(64)
+        self.ahead_engines = self._fleet.connect(64) if staleness else None
         self._sync = WeightSync(
             ModuleSource(self.model, torch.float32),
             self.engines,
@@ -337,8 +341,10 @@ def test_row_4_a_stopped_engine_is_killed_and_started_again(node, expected):
 
 
 def test_row_3_ranks_that_lost_different_processes_of_an_engine_ask_for_the_same_restart():
-    words = [lost_engine(1, 0, 1), lost_engine(1, 0, 0), lost_engine(0, 1, 5), lost_engine(1, 2, 0)]
-    assert lost_engines(words, 1) == [(0, 1), (2, 0)] and lost_engines(words, 2) == []
+    first, later = LostEngine(node=1, index=0, start=0), LostEngine(node=1, index=0, start=1)
+    others = [LostEngine(0, 1, 5), LostEngine(1, 2, 0)]
+    words = list(map(str, (later, first, *others)))
+    assert lost_engines(words) == [others[0], later, others[1]]
 
 
 @pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -366,7 +372,7 @@ def test_row_2_rows_in_flight_begin_again(node):
     """Some rows have ended before, some are under way, and some wait for room."""
     one = node(slow=0.02)
     one.generation.sync_weights()
-    one.ahead_engines = ahead = one._fleet.connect(1, 3)
+    one.ahead_engines = ahead = one._fleet.connect(3)
     ahead.expect(one.generation.version)  # a host connects before the first sync
     stream = ahead.open_stream(12, {})
     alone = one.engines.generate([Request(PROMPTS[0], 8, seed=1)], 12, {}, 1)[0]
@@ -394,7 +400,7 @@ def test_row_2_rows_in_flight_begin_again(node):
 def test_rows_in_flight_begin_again_although_nobody_has_seen_that_their_connection_ended(node):
     one = node(slow=0.02)
     one.generation.sync_weights()
-    one.ahead_engines = ahead = one._fleet.connect(1, 3)
+    one.ahead_engines = ahead = one._fleet.connect(3)
     ahead.expect(one.generation.version)
     stream = ahead.open_stream(12, {})
     stream.add(
