@@ -202,6 +202,8 @@ ELSEWHERE = {
         "must_agree.py: refuse",
         "run/owner.py: _refusal",
         "run/topology.py: check",
+        "wire/handshake.py: _prove",
+        "wire/secret.py: pool_secret",
     ],
     "`output_dir` and its checkpoints": [
         "run/begin.py: check_writable",
