@@ -430,7 +430,7 @@ def test_a_lost_engine_of_another_node_is_left_alone(address, backend, error, tm
         until(lambda: backend.begun == 1)
         client.lose(error)
         until(lambda: backend.cancelled == 1)  # the connection is closed
-        assert process.poll() is None and client.has_ended
+        assert process.poll() is None and client.has_ended and client._process is None
         assert not list(tmp_path.rglob("*.failure"))
         process.kill()
 
