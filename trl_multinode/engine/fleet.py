@@ -20,9 +20,10 @@ from ..run.watch.watchdog import Watchdog
 from ..wire.handshake import PortAddress
 from ..wire.leftovers import remove_leftovers
 from ..wire.messages import EngineSpec
+from ..wire.secret import pool_secret
 from .cores import engine_cores
 from .node_engines import EnginePlace, NodeEngines, local_places
-from .node_port import NodePort, pool_of
+from .node_port import NodePort, facts_of
 from .process import EngineProcess, wait_until_ready
 from .remote_rows import connect_rows, row_services
 from .restarts import EngineRestarts
@@ -237,7 +238,7 @@ class EngineFleet:
 
     def _remote_places(self) -> list[EnginePlace]:
         """Return the places of the engines of all other nodes."""
-        pool = pool_of(self._store)
+        secret, facts = pool_secret(), facts_of(self._store)
         found = []
         for node, shape in enumerate(self._topology.nodes):
             if not shape.engines:
@@ -245,7 +246,9 @@ class EngineFleet:
             address = msgspec.json.decode(self._written(f"port/{node}", node), type=PortAddress)
             for index in range(shape.engines):
                 log = self._logs.with_name(f"node{node}") / f"engine{index}.log"
-                connect = partial(connect_rows, address, index, self._topology.node, pool, log)
+                connect = partial(
+                    connect_rows, address, index, self._topology.node, secret, facts, log
+                )
                 found.append(EnginePlace(node, index, connect))
         return found
 

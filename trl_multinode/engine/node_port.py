@@ -13,7 +13,7 @@ import msgspec
 from ..run.addresses import route_to
 from ..run.topology import Topology
 from ..run.versions import local_versions
-from ..wire.handshake import Pool
+from ..wire.handshake import Facts
 from ..wire.port import Port, Service
 from ..wire.secret import pool_secret
 
@@ -23,17 +23,12 @@ if TYPE_CHECKING:
 MUST_AGREE = ("trl_multinode", "vllm")
 
 
-def pool_of(store: "Store") -> Pool:
-    """Return the secret of the run's nodes, and the facts that they must agree on.
-
-    Raises:
-        `ConfigurationError`: if this node has no secret.
-    """
-    secret = pool_secret()
+def facts_of(store: "Store") -> Facts:
+    """Return the facts that all processes of a run must agree on."""
     # the first one that comes gives the run its name
     run = store.compare_set("pool", "", secrets.token_hex(8)).decode()
     versions = local_versions()
-    return Pool(secret, {"run": run} | {name: versions[name] for name in MUST_AGREE})
+    return {"run": run} | {name: versions[name] for name in MUST_AGREE}
 
 
 class NodePort:
@@ -44,7 +39,7 @@ class NodePort:
             Topology of this rank.
         store (`torch.distributed.Store`):
             Store of the run, in which other nodes find the port.
-        services (`Mapping[tuple[str, int], Service]`):
+        services (`Mapping[str, Service]`):
             Services of the port.
         report (`Callable[[str], None]`):
             Function that prints a line about a refused peer.
@@ -54,12 +49,12 @@ class NodePort:
         self,
         topology: Topology,
         store: "Store",
-        services: Mapping[tuple[str, int], Service],
+        services: Mapping[str, Service],
         report: Callable[[str], None],
     ):
         # on the interface that leads to node 0, and on no other one
         host = route_to(os.environ["MASTER_ADDR"]) or "127.0.0.1"
-        port = Port(host, topology.node, pool_of(store), services, report)
+        port = Port(host, topology.node, pool_secret(), facts_of(store), services, report)
         store.set(f"port/{topology.node}", msgspec.json.encode(port.address).decode())
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(port.serve())
