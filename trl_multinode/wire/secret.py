@@ -47,12 +47,14 @@ def pool_secret() -> Secret:
         if len(key) < MIN_BYTES:
             raise PermissionError(f"it has {len(key)} bytes")
     except OSError as error:
+        setting = SECRET_FILE if path else SECRET
         raise ConfigurationError(
-            f"The secret of the pool cannot be used: {error}.",
-            setting=SECRET_FILE if path else SECRET,
+            f"The secret of the run's nodes, `{setting}`, cannot be used: {error}.",
+            setting=setting,
             got=str(error),
             expected=f"{MIN_BYTES} bytes or more, in a regular file of this user with mode 0600",
-            cure="Make one with `(umask 077; head -c 32 /dev/urandom | base64 > FILE)`, and copy it to every node.",
+            cure="Make one with `(umask 077; head -c 32 /dev/urandom | base64 > FILE)`, copy it to every node, and set "
+            f"`{SECRET_FILE}` to its path.",
         ) from None
     return Secret(key)
 
