@@ -53,8 +53,8 @@ def pool_secret() -> Secret:
             setting=setting,
             got=str(error),
             expected=f"{MIN_BYTES} bytes or more, in a regular file of this user with mode 0600",
-            cure="Make one with `(umask 077; head -c 32 /dev/urandom | base64 > FILE)`, copy it to every node, and set "
-            f"`{SECRET_FILE}` to its path.",
+            cure="Make one with `(umask 077; head -c 32 /dev/urandom | base64 > FILE)`, copy it to every node, and "
+            f"set `{SECRET_FILE}` to its path.",
         ) from None
     return Secret(key)
 
