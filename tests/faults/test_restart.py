@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -25,8 +26,8 @@ from multinode_kit.forking import from_template
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.engine import fleet as fleet_module
 from trl_multinode.engine.fleet import EngineFleet
-from trl_multinode.engine.restarts import lost_engine, lost_engines
-from trl_multinode.engine.settings import CPU_ENVIRONMENT, cores_per_worker
+from trl_multinode.engine.restarts import lost_engines
+from trl_multinode.engine.settings import CPU_ENVIRONMENT, cores_per_worker, save_without_weights
 from trl_multinode.engine.stream import Request
 from trl_multinode.errors import EngineDiedError
 from trl_multinode.host.engine_clocks import EngineClocks
@@ -94,9 +95,13 @@ class OneNode(Updates):
             self.settings.vllm_tensor_parallel_size or 1
         )
         arguments = {"arguments": self._arguments, "environment": lambda index: environment}
-        self._fleet.start(SimpleNamespace(**arguments), num_engines, self.model, tiny_tokenizer())
-        self.engines = self._fleet.connect(num_engines, 64)
-        self.ahead_engines = self._fleet.connect(num_engines, 64) if staleness else None
+        devices = SimpleNamespace(per_engine=((),) * num_engines)
+        self._fleet.start(
+            SimpleNamespace(**arguments, devices=devices),
+            partial(save_without_weights, self.model, tiny_tokenizer()),
+        )
+        self.engines = self._fleet.connect(64)
+        self.ahead_engines = self._fleet.connect(64) if staleness else None
         self._sync = WeightSync(
             ModuleSource(self.model, torch.float32),
             self.engines,
@@ -337,8 +342,8 @@ def test_row_4_a_stopped_engine_is_killed_and_started_again(node, expected):
 
 
 def test_row_3_ranks_that_lost_different_processes_of_an_engine_ask_for_the_same_restart():
-    words = [lost_engine(1, 0, 1), lost_engine(1, 0, 0), lost_engine(0, 1, 5), lost_engine(1, 2, 0)]
-    assert lost_engines(words, 1) == [(0, 1), (2, 0)] and lost_engines(words, 2) == []
+    found = [str(one) for one in lost_engines(["1:0:1", "1:0:0", "0:1:5", "1:2:0"])]
+    assert found == ["0:1:5", "1:0:1", "1:2:0"]
 
 
 @pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.nightly)])

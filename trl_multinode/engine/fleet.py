@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,7 +27,7 @@ from .process import EngineProcess, wait_until_ready
 from .remote_rows import connect_rows, row_services
 from .restarts import EngineRestarts
 from .run_folder import RunFolder, check_private
-from .settings import EngineSettings, save_without_weights, start_inputs
+from .settings import EngineSettings, start_inputs
 
 if TYPE_CHECKING:
     from ..run.store import Store
@@ -45,8 +45,8 @@ class EngineFleet:
     ```python
     fleet = EngineFleet(topology, watch, store, settings, logs, report, phases)
     if topology.is_local_main:
-        fleet.launch(engine_settings, outline, processing_class)  # optional, before a model is loaded
-        fleet.start(engine_settings, model, processing_class)
+        fleet.launch(engine_settings, write_outline)  # optional, before a model is loaded
+        fleet.start(engine_settings, write_model)     # a function that makes the folder of the model without weights
     engines = fleet.connect(window)                 # every rank of the node, as often as it needs clients
     fleet.close(engines)                            # ends the engines; on other ranks only closes the clients
     ```
@@ -94,19 +94,25 @@ class EngineFleet:
         self.restarts: EngineRestarts | None = None  # on the local main process
         self._port: NodePort | None = None
 
-    def launch(self, settings: EngineSettings, model: Any, processing_class: Any) -> None:
+    def launch(self, settings: EngineSettings, write_model: Callable[[Path], None]) -> None:
         """Start the node's engine processes without waiting for them. Local main process only.
 
         Until `start` waits for them, the watch thread ends the run if one fails. Engines that run already go on if
         they were started with the same; otherwise they are started again.
+
+        Args:
+            settings (`EngineSettings`):
+                Settings of the engines.
+            write_model (`Callable[[Path], None]`):
+                Function that makes the folder with which they start, as `save_without_weights` does.
         """
         self._open_folder()
         model_folder = self.folder / ("loaded_model" if self._processes else "model")
-        save_without_weights(model, processing_class, model_folder)
+        write_model(model_folder)
         if not self._processes:
             self._watch.cleanups.append(self._kill)
             self._watch.chores.append(self._follow)
-        elif found := self._differences(settings, model_folder):
+        elif found := self.differences(settings, model_folder):
             self._report(
                 f"the loaded model differs from its outline in {', '.join(found[:SHOWN])}, so its engines start again"
             )
@@ -125,7 +131,7 @@ class EngineFleet:
             remove_leftovers(self._report)
             self._run_folder = RunFolder(self._topology.node)
 
-    def _differences(self, settings: EngineSettings, model_folder: Path) -> list[str]:
+    def differences(self, settings: EngineSettings, model_folder: Path) -> list[str]:
         """Return the names of what engines would start with now, and what differs from what they were started with."""
         early, now = start_inputs(*self._launched), start_inputs(settings, model_folder)
         return sorted(key for key in early | now if early.get(key) != now.get(key))
@@ -146,7 +152,7 @@ class EngineFleet:
             if self._topology.launched:
                 self._watch.report(f"{type(error).__name__}: {error}", code=ENGINE)
 
-    def start(self, engine_settings: EngineSettings, model: Any, processing_class: Any) -> None:
+    def start(self, engine_settings: EngineSettings, write_model: Callable[[Path], None]) -> None:
         """Start the node's engines, unless `launch` did, and wait until they are ready. Local main process only.
 
         If another node has none, its ranks reach these through a port from then on. A node without engines gets only
@@ -160,7 +166,7 @@ class EngineFleet:
         if not engine_settings.devices.per_engine:
             self._open_folder()
             return
-        self.launch(engine_settings, model, processing_class)
+        self.launch(engine_settings, write_model)
         settings = self._settings
         wait_until_ready(self._processes, settings.engine_start_timeout, self._report)
         self.restarts = EngineRestarts(
@@ -173,8 +179,9 @@ class EngineFleet:
         )
         self.restarts.watch_engines()
         if self._topology.has_remote_engines:
-            sockets = [process.socket_path for process in self._processes]
-            self._port = NodePort(self._topology, self._store, row_services(sockets), self._report)
+            self._port = NodePort(
+                self._topology, self._store, row_services(self.sockets), self._report
+            )
 
     def _start_engine(self, index: int) -> EngineProcess:
         settings, model_folder = self._launched
@@ -205,6 +212,11 @@ class EngineFleet:
         """Private folder of the run on this node. Local main process only, after `start`."""
         assert self._run_folder is not None
         return self._run_folder.path
+
+    @property
+    def sockets(self) -> list[Path]:
+        """Unix sockets of the node's engines. Local main process only, after `start`."""
+        return [process.socket_path for process in self._processes]
 
     def connect(self, window: int) -> NodeEngines:
         """Connect this rank to the node's engines; wait until the local main process has started them.
