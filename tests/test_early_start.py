@@ -1,6 +1,7 @@
 """Engines start beside the load of the model, from its outline; a wrong outline costs only the early start."""
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -197,7 +198,7 @@ def test_an_engine_that_ends_beside_the_load_is_reported_at_once(tmp_path, monke
         topology, watch, HashStore(), NodeSettings(), tmp_path / "logs", lines.append, phases
     )
     settings = EngineSettings(NodeSettings(), topology, ON_CPU, torch.float32, {})
-    given = settings, tiny_qwen2(), tiny_tokenizer()
+    given = settings, partial(save_without_weights, tiny_qwen2(), tiny_tokenizer())
     one.launch(*given)
 
     def reported() -> bool:
@@ -221,7 +222,7 @@ def test_an_engine_that_ends_beside_the_load_is_reported_at_once(tmp_path, monke
 def differences(early: tuple[EngineSettings, Path], now: tuple[EngineSettings, Path]) -> list[str]:
     one = EngineFleet(ALONE, None, None, NodeSettings(), Path(), print, None)
     one._launched = early
-    return one._differences(*now)
+    return one.differences(*now)
 
 
 def described(folder: Path, model, processor) -> tuple[EngineSettings, Path]:

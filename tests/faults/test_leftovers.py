@@ -125,9 +125,10 @@ def test_row_38_a_start_of_engines_begins_with_the_removal(places, tmp_path):
     with owner(tmp_path) as rank:
         kill(rank)
     said: list[str] = []
+    settings = SimpleNamespace(devices=SimpleNamespace(per_engine=((),)))
     fleet = EngineFleet(SimpleNamespace(node=0), None, None, None, tmp_path, said.append, None)
-    with pytest.raises(AttributeError, match="config"):  # there is no model
-        fleet.start(SimpleNamespace(devices=ONE), None, None)
+    with pytest.raises(ZeroDivisionError):  # there is no model
+        fleet.start(settings, lambda folder: 1 / 0)
     assert len(said) == 1 and list(places.iterdir()) == [fleet.folder]
     fleet._kill()
     assert list(places.iterdir()) == []

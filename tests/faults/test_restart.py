@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.engine import fleet as fleet_module
 from trl_multinode.engine.fleet import EngineFleet
 from trl_multinode.engine.restarts import LostEngine, lost_engines
-from trl_multinode.engine.settings import CPU_ENVIRONMENT, cores_per_worker
+from trl_multinode.engine.settings import CPU_ENVIRONMENT, cores_per_worker, save_without_weights
 from trl_multinode.engine.stream import Request
 from trl_multinode.errors import EngineDiedError
 from trl_multinode.host.engine_clocks import EngineClocks
@@ -98,7 +99,8 @@ class OneNode(Updates):
         devices = EngineDevices(((),) * num_engines, shared_with_training=False)
         self.topology.assume(shape_of(self.topology, devices))
         settings = SimpleNamespace(devices=devices, **arguments)
-        self._fleet.start(settings, self.model, tiny_tokenizer())
+        write_model = partial(save_without_weights, self.model, tiny_tokenizer())
+        self._fleet.start(settings, write_model)
         self.engines = self._fleet.connect(64)
         self.ahead_engines = self._fleet.connect(64) if staleness else None
         self._sync = WeightSync(

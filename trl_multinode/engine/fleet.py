@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,15 +20,14 @@ from ..run.watch.watchdog import Watchdog
 from ..wire.handshake import PortAddress
 from ..wire.leftovers import remove_leftovers
 from ..wire.messages import EngineSpec
-from ..wire.secret import pool_secret
 from .cores import engine_cores
 from .node_engines import EnginePlace, NodeEngines, local_places
-from .node_port import NodePort, facts_of
+from .node_port import pool_of
 from .process import EngineProcess, wait_until_ready
-from .remote_rows import connect_rows, row_services
+from .remote_rows import connect_rows
 from .restarts import EngineRestarts
 from .run_folder import RunFolder, check_private
-from .settings import EngineSettings, save_without_weights, start_inputs
+from .settings import EngineSettings, start_inputs
 
 if TYPE_CHECKING:
     from ..run.store import Store
@@ -46,8 +45,8 @@ class EngineFleet:
     ```python
     fleet = EngineFleet(topology, watch, store, settings, logs, report, phases)
     if topology.is_local_main:
-        fleet.launch(engine_settings, outline, processing_class)  # optional, before a model is loaded
-        fleet.start(engine_settings, model, processing_class)
+        fleet.launch(engine_settings, write_outline)  # optional, before a model is loaded
+        fleet.start(engine_settings, write_model)     # a function that makes the folder of the model without weights
     engines = fleet.connect(window)                 # every rank of the node, as often as it needs clients
     fleet.close(engines)                            # ends the engines; on other ranks only closes the clients
     ```
@@ -93,21 +92,26 @@ class EngineFleet:
         self._launched: tuple[EngineSettings, Path]
         self._is_awaited = False  # by the main thread, which raises the error of a failed start
         self.restarts: EngineRestarts | None = None  # on the local main process
-        self._port: NodePort | None = None
 
-    def launch(self, settings: EngineSettings, model: Any, processing_class: Any) -> None:
+    def launch(self, settings: EngineSettings, write_model: Callable[[Path], None]) -> None:
         """Start the node's engine processes without waiting for them. Local main process only.
 
         Until `start` waits for them, the watch thread ends the run if one fails. Engines that run already go on if
         they were started with the same; otherwise they are started again.
+
+        Args:
+            settings (`EngineSettings`):
+                Settings of the engines.
+            write_model (`Callable[[Path], None]`):
+                Function that makes the folder with which they start, as `save_without_weights` does.
         """
         self._open_folder()
         model_folder = self.folder / ("loaded_model" if self._processes else "model")
-        save_without_weights(model, processing_class, model_folder)
+        write_model(model_folder)
         if not self._processes:
             self._watch.cleanups.append(self._kill)
             self._watch.chores.append(self._follow)
-        elif found := self._differences(settings, model_folder):
+        elif found := self.differences(settings, model_folder):
             self._report(
                 f"the loaded model differs from its outline in {', '.join(found[:SHOWN])}, so its engines start again"
             )
@@ -126,7 +130,7 @@ class EngineFleet:
             remove_leftovers(self._report)
             self._run_folder = RunFolder(self._topology.node)
 
-    def _differences(self, settings: EngineSettings, model_folder: Path) -> list[str]:
+    def differences(self, settings: EngineSettings, model_folder: Path) -> list[str]:
         """Return the names of what engines would start with now, and what differs from what they were started with."""
         early, now = start_inputs(*self._launched), start_inputs(settings, model_folder)
         return sorted(key for key in early | now if early.get(key) != now.get(key))
@@ -147,11 +151,10 @@ class EngineFleet:
             if self._topology.launched:
                 self._watch.report(f"{type(error).__name__}: {error}", code=ENGINE)
 
-    def start(self, engine_settings: EngineSettings, model: Any, processing_class: Any) -> None:
+    def start(self, engine_settings: EngineSettings, write_model: Callable[[Path], None]) -> None:
         """Start the node's engines, unless `launch` did, and wait until they are ready. Local main process only.
 
-        If another node has none, its ranks reach these through a port from then on. A node without engines gets only
-        the folder that its ranks share.
+        A node without engines gets only the folder that its ranks share.
 
         Raises:
             `EngineStartError`: if an engine ends, or is not ready within `engine_start_timeout`.
@@ -161,7 +164,7 @@ class EngineFleet:
         if not engine_settings.devices.per_engine:
             self._open_folder()
             return
-        self.launch(engine_settings, model, processing_class)
+        self.launch(engine_settings, write_model)
         settings = self._settings
         wait_until_ready(self._processes, settings.engine_start_timeout, self._report)
         self.restarts = EngineRestarts(
@@ -173,9 +176,6 @@ class EngineFleet:
             self._report,
         )
         self.restarts.watch_engines()
-        if self._topology.has_remote_engines:
-            sockets = [process.socket_path for process in self._processes]
-            self._port = NodePort(self._topology, self._store, row_services(sockets), self._report)
 
     def _start_engine(self, index: int) -> EngineProcess:
         settings, model_folder = self._launched
@@ -207,6 +207,11 @@ class EngineFleet:
         assert self._run_folder is not None
         return self._run_folder.path
 
+    @property
+    def sockets(self) -> list[Path]:
+        """Unix sockets of the node's engines. Local main process only, after `start`."""
+        return [process.socket_path for process in self._processes]
+
     def connect(self, window: int) -> NodeEngines:
         """Connect this rank to the node's engines; wait until the local main process has started them.
 
@@ -219,7 +224,7 @@ class EngineFleet:
         key = f"folder/{topology.node}"
         if self._run_folder is not None:
             self._store.set(key, str(self._run_folder.path))
-        folder = Path(self._written(key, topology.node))
+        folder = Path(self.written(key, topology.node))
         check_private(folder)
         if num_engines := topology.nodes[topology.node].engines:
             sockets = [folder / f"engine{index}.sock" for index in range(num_engines)]
@@ -238,21 +243,21 @@ class EngineFleet:
 
     def _remote_places(self) -> list[EnginePlace]:
         """Return the places of the engines of all other nodes."""
-        secret, facts = pool_secret(), facts_of(self._store)
+        pool = pool_of(self._store)
         found = []
         for node, shape in enumerate(self._topology.nodes):
             if not shape.engines:
                 continue
-            address = msgspec.json.decode(self._written(f"port/{node}", node), type=PortAddress)
+            address = msgspec.json.decode(self.written(f"port/{node}", node), type=PortAddress)
             for index in range(shape.engines):
                 log = self._logs.with_name(f"node{node}") / f"engine{index}.log"
                 connect = partial(
-                    connect_rows, address, index, self._topology.node, secret, facts, log
+                    connect_rows, address, index, self._topology.node, *pool, log_path=log
                 )
                 found.append(EnginePlace(node, index, connect))
         return found
 
-    def _written(self, key: str, node: int) -> str:
+    def written(self, key: str, node: int) -> str:
         """Wait for a key that the local main process of a node writes when its engines are ready."""
         seconds = self._settings.engine_start_timeout + OTHER_RANKS_WAIT_LONGER_S
         try:
@@ -271,8 +276,6 @@ class EngineFleet:
         self._is_awaited = True
         if self.restarts is not None:
             self.restarts.close()
-        if self._port is not None:
-            self._port.close()
         if engines is not None and self._processes:
             engines.shutdown(STOP_TIMEOUT_S)
         for process in self._processes:

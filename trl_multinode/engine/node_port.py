@@ -4,7 +4,7 @@ import asyncio
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ import msgspec
 from ..run.addresses import route_to
 from ..run.topology import Topology
 from ..run.versions import local_versions
-from ..wire.handshake import Facts
+from ..wire.handshake import Pool
 from ..wire.port import Port, Service
 from ..wire.secret import pool_secret
 
@@ -23,15 +23,44 @@ if TYPE_CHECKING:
 MUST_AGREE = ("trl_multinode", "vllm")
 
 
-def facts_of(store: "Store") -> Facts:
-    """Return the facts that all processes of a run must agree on."""
+def pool_of(store: "Store") -> Pool:
+    """Return the secret of the run's nodes, and the facts that they must agree on.
+
+    Raises:
+        `ConfigurationError`: if this node has no secret.
+    """
     # the first one that comes gives the run its name
-    run = store.compare_set("pool", "", secrets.token_hex(8)).decode()
+    return pool_of_run(store.compare_set("pool", "", secrets.token_hex(8)).decode())
+
+
+def pool_of_run(run: str) -> Pool:
+    """Return the same for the name of the run."""
     versions = local_versions()
-    return {"run": run} | {name: versions[name] for name in MUST_AGREE}
+    return pool_secret(), {"run": run} | {name: versions[name] for name in MUST_AGREE}
 
 
-class NodePort:
+class Background:
+    """Coroutine on an event loop of its own, in a thread, from the construction to its end or to `close`."""
+
+    def __init__(self, main: Coroutine, name: str):
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(main)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+        self._loop.close()
+
+    def close(self) -> None:
+        """Cancel the coroutine, and wait for its end. A second call does nothing."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join()
+
+
+class NodePort(Background):
     """Port of this node, from the construction to `close`. Local main process only.
 
     Args:
@@ -54,20 +83,6 @@ class NodePort:
     ):
         # on the interface that leads to node 0, and on no other one
         host = route_to(os.environ["MASTER_ADDR"]) or "127.0.0.1"
-        port = Port(host, topology.node, pool_secret(), facts_of(store), services, report)
+        port = Port(host, topology.node, *pool_of(store), services, report)
         store.set(f"port/{topology.node}", msgspec.json.encode(port.address).decode())
-        self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(port.serve())
-        self._thread = threading.Thread(target=self._run, name="node-port", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._task)
-        self._loop.close()
-
-    def close(self) -> None:
-        """Close the port and its connections. A second call does nothing."""
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join()
+        super().__init__(port.serve(), "node-port")

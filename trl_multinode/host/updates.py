@@ -6,6 +6,7 @@ weights. The others are in a meeting because they wait there for the slowest ran
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,12 @@ from ..engine.fleet import EngineFleet
 from ..engine.group import answers
 from ..engine.node_engines import NodeEngines
 from ..engine.restarts import LostEngine, lost_engines
-from ..engine.settings import EngineSettings, engine_dtype, training_dtype
+from ..engine.settings import (
+    EngineSettings,
+    engine_dtype,
+    save_without_weights,
+    training_dtype,
+)
 from ..errors import EngineError
 from ..transports.opening import TRANSPORTS
 from ..weights.building import (
@@ -93,7 +99,9 @@ class Updates:
     def launch(self, model: Any, processing_class: Any, keywords: dict[str, Any]) -> None:
         """Start the processes of this node's engines with the outline of a model. Local main process only."""
         _, engine_settings = self._plan(model, keywords)
-        self._fleet.launch(engine_settings, base_of(model), processing_class)
+        self._fleet.launch(
+            engine_settings, partial(save_without_weights, base_of(model), processing_class)
+        )
 
     def _plan(self, model: Any, keywords: dict[str, Any]) -> tuple[SyncPlan, EngineSettings]:
         """Return which weights of a model the syncs send, and the settings of the engines that get them."""
@@ -125,7 +133,9 @@ class Updates:
         if rank.topology.is_local_main:
             if has_engines:
                 reason = reserve_slots(plan, base, self.dtype, gather, bucket_bytes, transport)
-            self._fleet.start(engine_settings, base, processing_class)
+            self._fleet.start(
+                engine_settings, partial(save_without_weights, base, processing_class)
+            )
             transport.folder = self._fleet.folder
         self.engines = self._fleet.connect(engine_settings.window)
         if settings.max_staleness or settings.scores_groups:

@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar, cast
@@ -103,19 +103,22 @@ def keep_alive(port: int, limit_s: float) -> None:
     """Let the kernel probe this process's connections to `port` while they are idle, and end those that are dead.
 
     Between two meetings a connection is idle for as long as a step takes. A firewall may forget it without a reset,
-    and a call would then wait for a quarter of an hour. torch's store gives no access to its socket.
+    and a call would then wait for a quarter of an hour.
     """
+    for end in connections_to(port):
+        notice_cuts(end, limit_s)
+
+
+def connections_to(port: int) -> Iterator[socket.socket]:
+    """Yield this process's connections to a port of any host: torch's store gives no access to its socket."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # no socket, not connected, or closed meanwhile
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as end:
-                if (
-                    end.family not in (socket.AF_INET, socket.AF_INET6)
-                    or end.getpeername()[1] != port
-                ):
-                    continue
-                notice_cuts(end, limit_s)
+                is_tcp = end.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and end.getpeername()[1] == port:
+                    yield end
 
 
 class ReconnectingStore:

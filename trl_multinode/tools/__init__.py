@@ -16,6 +16,7 @@ usage: trl-multinode COMMAND ...
   doctor   examine the launch, this node (--level node) or all nodes and the links between them (--level cluster)
   clean    remove what killed runs left on this machine: folders and shared memory
   plan     report from a model's config which split of a node's GPUs fits and is fastest; starts nothing
+  engines  start engines on this node for a run on other nodes, and serve one run after the other
   grpo     train with GRPO: model, dataset and rewards from the command line, as `trl grpo`
   render   write a job file for SLURM, Kubernetes, ssh or SkyPilot; submits nothing
   timeline show what each rank and engine of a run did when: a table, a trace, a page
@@ -31,6 +32,7 @@ COMMANDS = {
     "clean": "clean",
     "doctor": "doctor.report",
     "plan": "plan.command_line",
+    "engines": "engines",
     "grpo": "grpo",
     "render": "render.command",
     "timeline": "timeline.command",

@@ -59,7 +59,7 @@ class TrainingNode:
         self._address = address
         self._limit_s = limit_s
         with self._named():
-            self._stream = dial(address, pool, WEIGHTS, 0, limit_s)
+            self._stream = dial(address, *pool, WEIGHTS, limit_s)
 
     @contextmanager
     def _named(self) -> Iterator[None]:

@@ -98,12 +98,12 @@ class WeightService:
             slot of its own in host memory.
 
     Attributes:
-        services (`dict[tuple[str, int], Service]`):
+        services (`dict[str, Service]`):
             Services for [`Port`].
     """
 
     def __init__(self, current: Callable[[], SlotUpdates | None]):
-        self.services: dict[tuple[str, int], Service] = {(WEIGHTS, 0): self.serve}
+        self.services: dict[str, Service] = {WEIGHTS: self.serve}
         self._current = current
         # of each bucket: update, and CRC-32 that a thread computes once for all agents
         self._crcs: dict[int, tuple[int, asyncio.Future[int]]] = {}

@@ -1,0 +1,8 @@
+"""The process of `trl-multinode engines`: it owns the engines of a node without ranks, and serves one run at a time.
+
+| module | what it does |
+|---|---|
+| `finding.py` | looks for a run at an address |
+| `member.py` | keeps the port of the agent and its connection to node 0 |
+| `agent.py` | the agent: join, start engines, pull weights, serve, leave, join the next run |
+"""
