@@ -20,7 +20,7 @@ from ..engine.fleet import SHOWN, EngineFleet
 from ..engine.node_engines import NodeEngines
 from ..engine.node_port import pool_of_run
 from ..engine.settings import EngineSettings, check_vllm
-from ..errors import EngineError, MultiNodeError, WeightSyncError
+from ..errors import EngineError, MultiNodeError, PeerFailureError, WeightSyncError
 from ..node_settings import NodeSettings
 from ..run.endings.exit_codes import code_of
 from ..run.gpu_variables import check_accelerator, check_gpu_variables
@@ -42,7 +42,7 @@ PULL_S = 1.0  # for a newer update, before this process looks whether the run ha
 # between the seeds of two agents; more than the engines of a run
 SEEDS_APART = 1 << 16
 # of a run that ends, or that loses its link to this machine
-LEAVES = (OSError, EOFError, EngineError, WeightSyncError)
+LEAVES = (OSError, EOFError, EngineError, WeightSyncError, PeerFailureError)
 
 
 class AgentPlace(Topology):
