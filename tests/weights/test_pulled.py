@@ -423,13 +423,12 @@ def test_a_node_that_is_silent_in_a_bucket_is_named(on_the_way, tmp_path):
     with (
         numbered(1) as (first,),
         numbered(2) as (_, second),
-        on_ports([first, second]) as addresses,
+        on_ports([first, second]) as addresses,agent(addresses, tmp_path, engine, limit_s=0.5) as updates
     ):
-        with agent(addresses, tmp_path, engine, limit_s=0.5) as updates:
-            send([first, second], 1)
-            on_the_way += [half] * 2
-            with pytest.raises(PeerFailureError, match="node [01]"):
-                updates.pull(HANG_S)
+        send([first, second], 1)
+        on_the_way += [half] * 2
+        with pytest.raises(PeerFailureError, match="node [01]"):
+            updates.pull(HANG_S)
     assert engine.loaded == []
 
 
@@ -465,10 +464,9 @@ def test_a_node_that_cannot_be_reached_is_named(tmp_path):
     with (
         numbered(1) as trainers,
         on_ports(trainers) as addresses,
-        pytest.raises(PeerFailureError, match="node 1"),
+        pytest.raises(PeerFailureError, match="node 1"),agent([*addresses, nowhere], tmp_path, Keeper())
     ):
-        with agent([*addresses, nowhere], tmp_path, Keeper()):
-            pass
+        pass
 
 
 def test_a_node_without_a_model_is_waited_for_until_the_limit(tmp_path):

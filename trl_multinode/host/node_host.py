@@ -59,7 +59,8 @@ class NodeHost:
                 Keywords that TRL will pass to its `VLLMGeneration`, as far as engines start with them.
         """
         # vLLM measures the free memory of its GPU while it starts, which a load on the same GPU would change
-        if not self.topology.is_local_main or self.devices.shared_with_training:
+        starts = self.topology.is_local_main and self.rank.has_engines
+        if not starts or self.devices.shared_with_training:
             return
         self._closing.make_room()
         try:

@@ -80,12 +80,15 @@ class Updates:
             "sync": self._buckets_gathered,
         }
 
+    @property
+    def _connections(self) -> list[NodeEngines]:
+        """Connections of this rank, also those of its rounds ahead; they may have no engine yet."""
+        return [one for one in (self.engines, self.ahead_engines) if one is not None]
+
     # ---- what is left of a phase; any thread asks -------------------------------------------------------------------
 
     def _rows_left(self) -> str:
-        # a rank also waits for rounds ahead
-        connections = filter(None, (self.engines, self.ahead_engines))
-        return f"{sum(engines.rows_left for engines in connections)} rows left"
+        return f"{sum(engines.rows_left for engines in self._connections)} rows left"
 
     def _restarting(self) -> str:
         return self._fleet.restarts.state() if self._fleet.restarts is not None else ""
@@ -210,7 +213,7 @@ class Updates:
         """End the engines of this rank, close its connections, and drop all large objects."""
         self._remote.close()
         self._fleet.close(self.engines)
-        for engines in filter(None, (self.engines, self.ahead_engines)):
+        for engines in self._connections:
             engines.close()
         # otherwise a second close could close reused file descriptors
         self.engines = self.ahead_engines = None
@@ -371,7 +374,7 @@ class Updates:
         Without sharded weights a sync has no collective, so after that barrier the local main process may be a whole
         update ahead of the other ranks, whose open rows then have tokens of it.
         """
-        for connections in filter(None, (self.engines, self.ahead_engines)):
+        for connections in self._connections:
             connections.expect(WeightVersion(version.update + 1, self._rank.step()))
 
     def sync(self, version: WeightVersion) -> SyncTimings:

@@ -145,7 +145,8 @@ def _no_gpu_left(launch: Launch) -> Problem:
 def secret_problems(launch: Launch) -> Iterator[Problem]:
     """Yield a problem if engines serve ranks of other nodes, and this node lacks the secret for that."""
     needed = launch.gpus_per_node
-    if launch.visible is None or not min(launch.ranks) < needed <= max(launch.ranks):
+    shares = launch.visible is not None and min(launch.ranks) < needed <= max(launch.ranks)
+    if not shares and launch.script.values.get("remote_engines") is None:
         return
     try:
         pool_secret()
@@ -161,8 +162,8 @@ def device_problems(launch: Launch) -> Iterator[Problem]:
         return
     needed = launch.gpus_per_node
     if launch.started >= needed:
-        # the engines of a node with fewer ranks serve this one too
-        if min(launch.ranks) >= needed:
+        # the engines of a node with fewer ranks, or of agents, serve this one too
+        if min(launch.ranks) >= needed and not launch.script.values.get("remote_engines"):
             yield _no_gpu_left(launch)
         return
     variable = gpu_variable(os.environ)
