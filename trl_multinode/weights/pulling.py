@@ -14,8 +14,9 @@ from ..engine.group import EngineGroup
 from ..errors import EngineDiedError, PeerFailureError, WeightSyncError
 from ..transports.host_memory import HostSlots
 from ..wire.connection import LENGTH, body_length, with_length
-from ..wire.handshake import LINK_S, Pool, PortAddress, dial
+from ..wire.handshake import Pool, PortAddress, dial
 from ..wire.messages import WeightVersion
+from ..wire.port import PEER_S
 from ..wire.sockets import is_overdue, read_exactly
 from .serving import (
     WEIGHTS,
@@ -85,10 +86,13 @@ class TrainingNode:
     def plan(self, limit_s: float) -> Plan:
         """Return the layouts; raise `PeerFailureError` if the node has loaded no model within `limit_s`."""
         deadline = time.monotonic() + limit_s
-        while not isinstance(answer := self.ask(AskPlan(LOOK_S), LOOK_S), Plan):
-            if time.monotonic() > deadline:
+        while True:
+            wait_s = min(LOOK_S, max(deadline - time.monotonic(), 0.0))
+            answer = self.ask(AskPlan(wait_s), wait_s)
+            if isinstance(answer, Plan):
+                return answer
+            if not wait_s:
                 raise PeerFailureError(f"{self._address} has no weights within {limit_s:.0f} s.")
-        return answer
 
     def receive(self, bucket: int, update: int, target: memoryview) -> bool:
         """Receive a bucket of an update; return `False` if the node has a later one, or is writing it.
@@ -145,8 +149,8 @@ class PulledUpdates(SlotUpdates):
             Engines of this machine, and the transport to them; it gets a slot for each bucket, in host memory.
         addresses (`Sequence[PortAddress]`), pool (`Pool`):
             Ports of the training nodes, in the nodes' order; secret and facts of the run.
-        limit_s (`float`, *optional*, defaults to 30.0):
-            Seconds without a byte of an answer after which a node counts as lost.
+        limit_s (`float`, *optional*, defaults to 120.0):
+            Seconds without a byte of an answer after which a node counts as lost. The kernel notices a cut link earlier.
         start_s (`float`, *optional*):
             Limit for the training nodes to have loaded their model, in seconds. Default: as long as node 0 answers.
 
@@ -168,7 +172,7 @@ class PulledUpdates(SlotUpdates):
         transport: Transport,
         addresses: Sequence[PortAddress],
         pool: Pool,
-        limit_s: float = LINK_S,
+        limit_s: float = PEER_S,
         start_s: float = float("inf"),
     ):
         self.version = WeightVersion()
