@@ -30,8 +30,8 @@ from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights import serving as weight_serving
 from trl_multinode.weights.buckets import WeightMeta
 from trl_multinode.weights.gathering import ShardGather
-from trl_multinode.weights.pulling import PulledUpdates, TrainingNode
-from trl_multinode.weights.serving import WEIGHTS, AskBucket, AskNews, NotYet, WeightService
+from trl_multinode.weights.pulling import PulledUpdates
+from trl_multinode.weights.serving import WEIGHTS, AskBucket, AskNews, WeightService
 from trl_multinode.weights.source import ModuleSource, WeightSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.transport import Transport
@@ -370,6 +370,40 @@ def test_an_update_that_overwrites_a_bucket_under_way_is_the_one_that_is_loaded(
     assert sorted(bucket for bucket, update in asked if update == 3) == [2, 3, 4, 5]
 
 
+def test_a_checksum_of_bytes_that_a_rank_overwrote_is_no_checksum(
+    on_the_way, tmp_path, monkeypatch
+):
+    """Bytes and checksum of the last bucket are those of update 3: only the mark shows that it is not update 2."""
+    over, sent, make_crc = threading.Event(), [], WeightService._crc
+    engine = Keeper()
+
+    async def overwritten(stream: socket.socket, data: memoryview) -> None:
+        await asyncio.to_thread(lambda: sent.append(send(trainers, 3)))
+        over.set()
+        await asyncio.get_running_loop().sock_sendall(stream, data)
+
+    def late_crc(service, request, data) -> asyncio.Future:
+        def computed() -> int:
+            assert over.wait(HANG_S)
+            return weight_serving.zlib.crc32(data)
+
+        if (request.bucket, request.update) != (5, 2):
+            return make_crc(service, request, data)
+        return asyncio.get_running_loop().run_in_executor(None, computed)
+
+    monkeypatch.setattr(WeightService, "_crc", late_crc)
+    with (
+        numbered(1) as trainers,
+        on_ports(trainers) as addresses,
+        agent(addresses, tmp_path, engine) as updates,
+    ):
+        send(trainers, 1)
+        updates.pull(HANG_S)
+        send(trainers, 2)
+        on_the_way += [None, None, None, overwritten]
+        assert updates.pull(HANG_S) == version(3) and [digest(engine.tensors)] == sent
+
+
 def test_a_node_that_has_not_written_a_bucket_yet_is_waited_for(
     trainers, addresses, tmp_path, monkeypatch
 ):
@@ -512,15 +546,19 @@ def test_a_node_that_cannot_be_reached_is_named(tmp_path):
         pass
 
 
-def test_a_node_without_a_model_is_waited_for_until_the_limit(tmp_path):
-    with numbered(1) as (trainer,), on_ports([trainer]) as (address,):
-        sync, trainer.sync = trainer.sync, None
-        with closing(TrainingNode(address, POOL, HANG_S)) as node:
-            with pytest.raises(PeerFailureError, match="node 0"):
-                node.plan(0.0)
-            assert isinstance(node.ask(AskNews(0, 0.0)), NotYet)
+def test_a_node_without_a_model_has_no_news(trainers, addresses, tmp_path):
+    """An agent that comes before the model is there opens its slots with the first update."""
+    engine = Keeper()
+    syncs = [trainer.sync for trainer in trainers]
+    for trainer in trainers:
+        trainer.sync = None
+    with agent(addresses, tmp_path, engine) as updates:
+        assert updates.pull(0.0) is None and updates.slots is None
+        for trainer, sync in zip(trainers, syncs, strict=True):
             trainer.sync = sync
-            assert list(node.plan(HANG_S).layouts) == sync.layouts
+        assert updates.pull(0.0) is None and updates.slots is None
+        sent = send(trainers, 1)
+        assert updates.pull(HANG_S) == version(1) and digest(engine.tensors) == sent
 
 
 @pytest.fixture
