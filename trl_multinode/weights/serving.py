@@ -147,8 +147,7 @@ class WeightService:
             return
         crc = self._crc(request, data)
         await _send_in_thread(stream, data)
-        # an agent that leaves does not end the computation for the others
-        found_crc = await asyncio.shield(crc)
+        found_crc = await crc
         is_whole = marks[request.bucket] == update
         await _answer(stream, Part(update, found_crc if is_whole else None))
 
