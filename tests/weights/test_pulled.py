@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +22,16 @@ from torch.distributed.fsdp import fully_shard
 from waiting import HANG_S, until
 
 from multinode_kit.models import tiny_qwen2
+from multinode_kit.namespaces import Namespaces, enter_node, namespaces_available
 from trl_multinode.engine.group import EngineGroup
 from trl_multinode.errors import PeerFailureError, WeightSyncError
+from trl_multinode.transports.host_memory import HostSlots
 from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights import serving as weight_serving
 from trl_multinode.weights.buckets import WeightMeta
 from trl_multinode.weights.gathering import ShardGather
-from trl_multinode.weights.pulling import PulledUpdates, TrainingNode
-from trl_multinode.weights.serving import WEIGHTS, AskBucket, AskNews, NotYet, WeightService
+from trl_multinode.weights.pulling import PulledUpdates
+from trl_multinode.weights.serving import WEIGHTS, AskBucket, AskNews, WeightService
 from trl_multinode.weights.source import ModuleSource, WeightSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.transport import Transport
@@ -113,6 +116,18 @@ def send(trainers: Sequence[Trainer], update: int, everything: bool = False) -> 
     return digest(trainers[0].source.tensors())
 
 
+@pytest.fixture
+def trainers() -> Iterator[list[Trainer]]:
+    with numbered() as made:
+        yield made
+
+
+@pytest.fixture
+def addresses(trainers) -> Iterator[list[PortAddress]]:
+    with on_ports(trainers) as found:
+        yield found
+
+
 @contextmanager
 def on_ports(trainers: Sequence[Trainer]) -> Iterator[list[PortAddress]]:
     with ExitStack() as stack:
@@ -159,6 +174,39 @@ def on_the_way(monkeypatch) -> Iterator[list]:
 
     monkeypatch.setattr(weight_serving, "_send_in_thread", sent)
     return waiting
+
+
+# ---- the marks ------------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_is_marked_while_it_is_written_and_an_update_once_it_is_whole(monkeypatch):
+    marks, write = [], HostSlots.write
+
+    def failing_write(slots: HostSlots, slot: int, *rest) -> None:
+        marks.append(slots.marks.tolist())
+        if len(marks) == 6 + 3:
+            raise WeightSyncError("no room")
+        write(slots, slot, *rest)
+
+    monkeypatch.setattr(HostSlots, "write", failing_write)
+    with numbered(1) as trainers:
+        send(trainers, 1)
+        with pytest.raises(WeightSyncError):
+            send(trainers, 2)
+        slots = trainers[0].sync.slots
+        assert marks[:6] == [[1] * k + [0] * (6 - k) + [0, 0] for k in range(6)]
+        whole = [1, 10]
+        second = [[1, 1] + [2] * k + [0] + [1] * (3 - k) + whole for k in range(3)]
+        assert marks[6:] == second and slots.marks.tolist() == second[-1]
+        # a worker maps the slots alone
+        assert slots.open_for(0).ends[-1] == 6 * 4 * 4096
+
+
+def test_without_a_slot_for_each_bucket_no_agent_sees_an_update():
+    trainer = Trainer(Numbers(), 4 * 4096, 0, Transport())
+    trainer.send(1)
+    assert not trainer.sync.slots.marks.any() and trainer.service._news(0) is None
+    trainer.sync.close()
 
 
 # ---- what arrives ---------------------------------------------------------------------------------------------------
@@ -226,30 +274,29 @@ def gathered(source: ModuleSource) -> str:
         return digest({meta.name: one.full().to(meta.dtype) for meta, one in pairs})
 
 
-def test_every_agent_pulls_each_bucket_that_changed_once(asked, tmp_path):
+def test_every_agent_pulls_each_bucket_that_changed_once(trainers, addresses, asked, tmp_path):
     """Frozen ones with the first update, and if the nodes send everything; a late agent has the present update."""
     engines = [Keeper() for _ in range(3)]
     every = list(range(6))
-    with numbered() as trainers, on_ports(trainers) as addresses:
-        with agent(addresses, tmp_path / "first", *engines[:2]) as first:
-            assert first.pull(0.0) is None and asked == []
-            for update, buckets in ((1, every), (2, every[FROZEN:]), (3, every), (4, every[2:])):
-                sent = send(trainers, update, everything=update == 3)
-                assert first.pull(HANG_S) == first.version == version(update)
-                assert first.pull(0.0) is None
-                assert {digest(one.tensors) for one in engines[:2]} == {sent}
-                assert sorted(bucket for bucket, _ in asked) == buckets
-                asked.clear()
-            with agent(addresses, tmp_path / "second", engines[2]) as second:
-                assert second.pull(0.0) == version(4)
-                assert sorted(asked) == [(0, 3), (1, 3)] + [(bucket, 4) for bucket in every[2:]]
-                sent = send(trainers, 5)
-                assert first.pull(HANG_S) == second.pull(HANG_S) == version(5)
-                assert {digest(one.tensors) for one in engines} == {sent}
+    with agent(addresses, tmp_path / "first", *engines[:2]) as first:
+        assert first.pull(0.0) is None and asked == []
+        for update, buckets in ((1, every), (2, every[FROZEN:]), (3, every), (4, every[2:])):
+            sent = send(trainers, update, everything=update == 3)
+            assert first.pull(HANG_S) == first.version == version(update)
+            assert first.pull(0.0) is None
+            assert {digest(one.tensors) for one in engines[:2]} == {sent}
+            assert sorted(bucket for bucket, _ in asked) == buckets
+            asked.clear()
+        with agent(addresses, tmp_path / "second", engines[2]) as second:
+            assert second.pull(0.0) == version(4)
+            assert sorted(asked) == [(0, 3), (1, 3)] + [(bucket, 4) for bucket in every[2:]]
+            sent = send(trainers, 5)
+            assert first.pull(HANG_S) == second.pull(HANG_S) == version(5)
+            assert {digest(one.tensors) for one in engines} == {sent}
 
 
 def test_agents_share_the_checksums_of_a_node_and_each_bucket_has_one_node(
-    tmp_path, asked, monkeypatch
+    trainers, addresses, asked, tmp_path, monkeypatch
 ):
     sums, crc32 = [], weight_serving.zlib.crc32
 
@@ -259,38 +306,36 @@ def test_agents_share_the_checksums_of_a_node_and_each_bucket_has_one_node(
         return crc32(data, *before)
 
     monkeypatch.setattr(weight_serving.zlib, "crc32", counted)
-    with numbered() as trainers, on_ports(trainers) as addresses:
-        with (
-            agent(addresses, tmp_path / "first", Keeper()) as first,
-            agent(addresses, tmp_path / "second", Keeper()) as second,
-        ):
-            for update in (1, 2):
-                send(trainers, update)
-                assert first.pull(HANG_S) == second.pull(HANG_S)
+    with (
+        agent(addresses, tmp_path / "first", Keeper()) as first,
+        agent(addresses, tmp_path / "second", Keeper()) as second,
+    ):
+        for update in (1, 2):
+            send(trainers, update)
+            assert first.pull(HANG_S) == second.pull(HANG_S)
     assert (len(asked), len(sums)) == (2 * (6 + 4), 6 + 4)
     assert [sorted(trainer.service._crcs) for trainer in trainers] == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_an_engine_that_was_started_again_loads_from_the_agents_slots(tmp_path, asked):
+def test_an_engine_that_was_started_again_loads_from_the_agents_slots(
+    trainers, addresses, asked, tmp_path
+):
     running_one, again = Keeper(), Keeper()
-    with numbered() as trainers, on_ports(trainers) as addresses:
-        with serving(running_one, again, folder=tmp_path) as engines:
-            with closing(
-                PulledUpdates(
-                    EngineGroup([engines[0]]), Transport(folder=tmp_path), addresses, POOL
-                )
-            ) as updates:
-                assert (
-                    updates.load_again(WeightVersion(), EngineGroup([engines[1]])).num_buckets == 0
-                )
-                sent = send(trainers, 1)
-                updates.pull(HANG_S)
-                asked.clear()
-                timings = updates.load_again(version(1), EngineGroup([engines[1]]))
-                assert timings.num_buckets == 6 and asked == []
-                assert digest(again.tensors) == digest(running_one.tensors) == sent
-                with pytest.raises(WeightSyncError):
-                    updates.load_again(version(2), EngineGroup([engines[1]]))
+    with (
+        serving(running_one, again, folder=tmp_path) as engines,
+        closing(
+            PulledUpdates(EngineGroup([engines[0]]), Transport(folder=tmp_path), addresses, POOL)
+        ) as updates,
+    ):
+        assert updates.load_again(WeightVersion(), EngineGroup([engines[1]])).num_buckets == 0
+        sent = send(trainers, 1)
+        updates.pull(HANG_S)
+        asked.clear()
+        timings = updates.load_again(version(1), EngineGroup([engines[1]]))
+        assert timings.num_buckets == 6 and asked == []
+        assert digest(again.tensors) == digest(running_one.tensors) == sent
+        with pytest.raises(WeightSyncError):
+            updates.load_again(version(2), EngineGroup([engines[1]]))
 
 
 # ---- updates that come meanwhile ------------------------------------------------------------------------------------
@@ -298,7 +343,7 @@ def test_an_engine_that_was_started_again_loads_from_the_agents_slots(tmp_path, 
 
 @pytest.mark.parametrize("whole_before", [0, 3])
 def test_an_update_that_overwrites_a_bucket_under_way_is_the_one_that_is_loaded(
-    whole_before, on_the_way, asked, tmp_path
+    whole_before, trainers, addresses, on_the_way, asked, tmp_path
 ):
     """Half of a bucket's bytes are those of update 2, and half those of update 3."""
     sent = []
@@ -311,8 +356,6 @@ def test_an_update_that_overwrites_a_bucket_under_way_is_the_one_that_is_loaded(
 
     engine = Keeper()
     with (
-        numbered() as trainers,
-        on_ports(trainers) as addresses,
         agent(addresses, tmp_path, engine) as updates,
     ):
         send(trainers, 1)
@@ -327,7 +370,43 @@ def test_an_update_that_overwrites_a_bucket_under_way_is_the_one_that_is_loaded(
     assert sorted(bucket for bucket, update in asked if update == 3) == [2, 3, 4, 5]
 
 
-def test_a_node_that_has_not_written_a_bucket_yet_is_waited_for(tmp_path, monkeypatch):
+def test_a_checksum_of_bytes_that_a_rank_overwrote_is_no_checksum(
+    on_the_way, tmp_path, monkeypatch
+):
+    """Bytes and checksum of the last bucket are those of update 3: only the mark shows that it is not update 2."""
+    over, sent, make_crc = threading.Event(), [], WeightService._crc
+    engine = Keeper()
+
+    async def overwritten(stream: socket.socket, data: memoryview) -> None:
+        await asyncio.to_thread(lambda: sent.append(send(trainers, 3)))
+        over.set()
+        await asyncio.get_running_loop().sock_sendall(stream, data)
+
+    def late_crc(service, request, data) -> asyncio.Future:
+        def computed() -> int:
+            assert over.wait(HANG_S)
+            return weight_serving.zlib.crc32(data)
+
+        if (request.bucket, request.update) != (5, 2):
+            return make_crc(service, request, data)
+        return asyncio.get_running_loop().run_in_executor(None, computed)
+
+    monkeypatch.setattr(WeightService, "_crc", late_crc)
+    with (
+        numbered(1) as trainers,
+        on_ports(trainers) as addresses,
+        agent(addresses, tmp_path, engine) as updates,
+    ):
+        send(trainers, 1)
+        updates.pull(HANG_S)
+        send(trainers, 2)
+        on_the_way += [None, None, None, overwritten]
+        assert updates.pull(HANG_S) == version(3) and [digest(engine.tensors)] == sent
+
+
+def test_a_node_that_has_not_written_a_bucket_yet_is_waited_for(
+    trainers, addresses, tmp_path, monkeypatch
+):
     looks = []
     filled = WeightService._filled
 
@@ -338,44 +417,41 @@ def test_a_node_that_has_not_written_a_bucket_yet_is_waited_for(tmp_path, monkey
 
     monkeypatch.setattr(WeightService, "_filled", look)
     engine, found = Keeper(), []
-    with numbered() as trainers, on_ports(trainers) as addresses:
-        with agent(addresses, tmp_path, engine) as updates:
-            send(trainers[:1], 1)
-            thread = threading.Thread(target=lambda: found.append(updates.pull(HANG_S)))
-            thread.start()
-            until(lambda: (trainers[1].service, True) in looks)
-            assert not found and engine.loaded == []
-            sent = send(trainers[1:], 1)
-            thread.join(HANG_S)
-        assert found == [version(1)] and digest(engine.tensors) == sent
+    with agent(addresses, tmp_path, engine) as updates:
+        send(trainers[:1], 1)
+        thread = threading.Thread(target=lambda: found.append(updates.pull(HANG_S)))
+        thread.start()
+        until(lambda: (trainers[1].service, True) in looks)
+        assert not found and engine.loaded == []
+        sent = send(trainers[1:], 1)
+        thread.join(HANG_S)
+    assert found == [version(1)] and digest(engine.tensors) == sent
 
 
 def test_an_engine_that_starts_while_the_slots_are_mixed_gets_everything_with_the_next_update(
-    on_the_way, tmp_path
+    trainers, addresses, on_the_way, tmp_path
 ):
     async def next_begins(stream: socket.socket, data: memoryview) -> None:
         for trainer in trainers:
             for bucket in range(FROZEN, 6):
-                trainer.sync.slots.mark(bucket, 0)
+                trainer.sync.slots.mark(bucket, 3)
         await asyncio.get_running_loop().sock_sendall(stream, data)
 
     running_one, again = Keeper(), Keeper()
-    with numbered(1) as trainers, on_ports(trainers) as addresses:
-        with serving(running_one, again, folder=tmp_path) as engines:
-            group = EngineGroup([engines[0]])
-            with closing(
-                PulledUpdates(group, Transport(folder=tmp_path), addresses, POOL)
-            ) as updates:
-                send(trainers, 1)
-                updates.pull(HANG_S)
-                send(trainers, 2)
-                on_the_way.append(next_begins)
-                assert updates.pull(0.0) is None and updates.version == version(1)
-                assert updates.load_again(version(1), EngineGroup([engines[1]])).num_buckets == 0
-                group.append(engines[1])
-                sent = send(trainers, 3)
-                assert updates.pull(HANG_S) == version(3)
-                assert digest(running_one.tensors) == digest(again.tensors) == sent
+    with serving(running_one, again, folder=tmp_path) as engines:
+        group = EngineGroup([engines[0]])
+        transport = Transport(folder=tmp_path)
+        with closing(PulledUpdates(group, transport, addresses, POOL)) as updates:
+            send(trainers, 1)
+            updates.pull(HANG_S)
+            send(trainers, 2)
+            on_the_way += [next_begins] * 2
+            assert updates.pull(0.0) is None and updates.version == version(1)
+            assert updates.load_again(version(1), EngineGroup([engines[1]])).num_buckets == 0
+            group.append(engines[1])
+            sent = send(trainers, 3)
+            assert updates.pull(HANG_S) == version(3)
+            assert digest(running_one.tensors) == digest(again.tensors) == sent
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------
@@ -387,11 +463,9 @@ async def flipped(stream: socket.socket, data: memoryview) -> None:
     await asyncio.get_running_loop().sock_sendall(stream, wrong)
 
 
-def test_a_flipped_bit_is_pulled_again(on_the_way, asked, tmp_path):
+def test_a_flipped_bit_is_pulled_again(trainers, addresses, on_the_way, asked, tmp_path):
     engine = Keeper()
     with (
-        numbered() as trainers,
-        on_ports(trainers) as addresses,
         agent(addresses, tmp_path, engine) as updates,
     ):
         sent = send(trainers, 1)
@@ -421,13 +495,13 @@ def test_a_node_that_is_silent_in_a_bucket_is_named(on_the_way, tmp_path):
 
     engine = Keeper()
     with (
-        numbered(1) as (first,),
-        numbered(2) as (_, second),
-        on_ports([first, second]) as addresses,agent(addresses, tmp_path, engine, limit_s=0.5) as updates
+        numbered(1) as trainers,
+        on_ports(trainers) as addresses,
+        agent(addresses, tmp_path, engine, limit_s=0.5) as updates,
     ):
-        send([first, second], 1)
-        on_the_way += [half] * 2
-        with pytest.raises(PeerFailureError, match="node [01]"):
+        send(trainers, 1)
+        on_the_way += [None, half]
+        with pytest.raises(PeerFailureError, match="node 0"):
             updates.pull(HANG_S)
     assert engine.loaded == []
 
@@ -452,9 +526,11 @@ def test_a_node_that_dies_in_a_bucket_is_named(on_the_way, tmp_path):
             one.wait_for("PORT")
         ports = [int(one.text.partition("PORT ")[2]) for one in nodes]
         addresses = [PortAddress(number, "127.0.0.1", port) for number, port in enumerate(ports)]
-        with agent(addresses, tmp_path / "agent", engine) as updates:
-            with pytest.raises(PeerFailureError, match="node 1"):
-                updates.pull(HANG_S)
+        with (
+            agent(addresses, tmp_path / "agent", engine) as updates,
+            pytest.raises(PeerFailureError, match="node 1"),
+        ):
+            updates.pull(HANG_S)
         assert nodes[1].wait() == 9 and engine.loaded == []
 
 
@@ -464,20 +540,25 @@ def test_a_node_that_cannot_be_reached_is_named(tmp_path):
     with (
         numbered(1) as trainers,
         on_ports(trainers) as addresses,
-        pytest.raises(PeerFailureError, match="node 1"),agent([*addresses, nowhere], tmp_path, Keeper())
+        pytest.raises(PeerFailureError, match="node 1"),
+        agent([*addresses, nowhere], tmp_path, Keeper()),
     ):
         pass
 
 
-def test_a_node_without_a_model_is_waited_for_until_the_limit(tmp_path):
-    with numbered(1) as (trainer,), on_ports([trainer]) as (address,):
-        sync, trainer.sync = trainer.sync, None
-        with closing(TrainingNode(address, POOL, HANG_S)) as node:
-            with pytest.raises(PeerFailureError, match="node 0"):
-                node.plan(0.0)
-            assert isinstance(node.ask(AskNews(0, 0.0)), NotYet)
+def test_a_node_without_a_model_has_no_news(trainers, addresses, tmp_path):
+    """An agent that comes before the model is there opens its slots with the first update."""
+    engine = Keeper()
+    syncs = [trainer.sync for trainer in trainers]
+    for trainer in trainers:
+        trainer.sync = None
+    with agent(addresses, tmp_path, engine) as updates:
+        assert updates.pull(0.0) is None and updates.slots is None
+        for trainer, sync in zip(trainers, syncs, strict=True):
             trainer.sync = sync
-            assert list(node.plan(HANG_S).layouts) == sync.layouts
+        assert updates.pull(0.0) is None and updates.slots is None
+        sent = send(trainers, 1)
+        assert updates.pull(HANG_S) == version(1) and digest(engine.tensors) == sent
 
 
 @pytest.fixture
@@ -540,3 +621,91 @@ def test_another_request_closes_the_connection_with_a_line(request_):
         with asking(address, request_) as stream:
             stream.settimeout(HANG_S)
             assert stream.recv(1) == b"" and len(lines) == 1
+
+
+# ---- on other hosts -------------------------------------------------------------------------------------------------
+
+MBIT_PER_S = 200
+ELEMENTS = 1 << 20  # of a bucket, float32
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Namespaces]:
+    if reason := namespaces_available():
+        pytest.skip(reason)
+    made = Namespaces(f"tmn-{secrets.token_hex(3)}", 4)
+    yield made
+    made.close()
+
+
+@pytest.mark.real
+def test_two_agents_on_other_hosts_pull_a_model_once_each_half_from_each_node(hosts, tmp_path):
+    """Every link carries the bytes of the model once, although all are slow."""
+    (temporary := tmp_path / "tmp").mkdir()
+    hosts.limit_links(MBIT_PER_S)
+
+    def happened(name: str) -> None:
+        until((tmp_path / name).exists, name)
+
+    def node(number: int) -> None:
+        trainer = Trainer(Numbers(ELEMENTS), 4 * ELEMENTS, number)
+        with trainer.serving(host=hosts.address(number)) as address:
+            print("PORT", address.port, flush=True)
+            for update in (1, 2):
+                happened(f"send{update}")
+                send([trainer], update)
+                print(f"SENT{update}", flush=True)
+            happened("over")
+
+    def pulls() -> list[list]:
+        addresses = []
+        for number in range(2):
+            happened(f"port{number}")
+            port = int((tmp_path / f"port{number}").read_text())
+            addresses.append(PortAddress(number, hosts.address(number), port))
+        found, engine = [], Keeper()
+        with agent(addresses, temporary, engine) as updates:
+            for update in (1, 2):
+                print(f"READY{update}", flush=True)
+                happened(f"pull{update}")
+                assert updates.pull(HANG_S) == version(update)
+                print(f"PULLED{update}", flush=True)
+                timings = updates.timings
+                found.append([digest(engine.tensors), timings.num_bytes, timings.gather_s])
+        return found
+
+    def host(rank: int) -> list | None:
+        enter_node(hosts.namespace(rank), hosts.mounts(rank, temporary))
+        return node(rank) if rank < 2 else pulls()
+
+    def link_bytes() -> list[int]:
+        return [hosts.link_bytes(number) for number in range(4)]
+
+    source, expected, links = Numbers(ELEMENTS), [], []
+    with forked(host, 4, tmp_path) as ranks:
+        nodes, agents = ranks[:2], ranks[2:]
+        for number, rank in enumerate(nodes):
+            rank.wait_for("PORT")
+            (tmp_path / "new").write_text(rank.text.partition("PORT ")[2].split()[0])
+            (tmp_path / "new").rename(tmp_path / f"port{number}")
+        for update in (1, 2):
+            for rank in agents:
+                rank.wait_for(f"READY{update}")
+            (tmp_path / f"send{update}").touch()
+            for rank in nodes:
+                rank.wait_for(f"SENT{update}")
+            before = link_bytes()
+            (tmp_path / f"pull{update}").touch()
+            for rank in agents:
+                rank.wait_for(f"PULLED{update}")
+            links.append([new - old for new, old in zip(link_bytes(), before, strict=True)])
+            source.move_to(update)
+            expected.append(digest(source.tensors()))
+        (tmp_path / "over").touch()
+        for rank in agents:
+            found = rank.result
+            assert [sent for sent, *_ in found] == expected
+            for (_, num_bytes, seconds), passed in zip(found, links, strict=True):
+                at_best_s = 8e-6 * num_bytes / MBIT_PER_S
+                print(f"{num_bytes} bytes in {seconds:.2f} s, {seconds / at_best_s:.3f} x the link")
+                assert all(num_bytes <= one <= 1.02 * num_bytes for one in passed), passed

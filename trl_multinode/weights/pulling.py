@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Event
-from typing import cast
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -14,31 +14,19 @@ from ..engine.group import EngineGroup
 from ..errors import EngineDiedError, PeerFailureError, WeightSyncError
 from ..transports.host_memory import HostSlots
 from ..wire.connection import LENGTH, body_length, with_length
-from ..wire.handshake import LINK_S, Pool, PortAddress, dial
+from ..wire.handshake import Pool, PortAddress, dial
 from ..wire.messages import WeightVersion
+from ..wire.port import PEER_S
 from ..wire.sockets import is_overdue, read_exactly
-from .serving import (
-    WEIGHTS,
-    Answer,
-    AskBucket,
-    AskNews,
-    AskPlan,
-    Head,
-    News,
-    NotYet,
-    Plan,
-    Request,
-    Tail,
-)
+from .serving import WEIGHTS, AskBucket, AskNews, News, Part
 from .slot_updates import SlotUpdates
 from .timings import SyncTimings
 from .transport import Transport
 
 MAX_CORRUPT = 3  # wrong checksums in a row
 PIECE_BYTES = 1 << 20  # of one read, between which the checksum is computed
-LOOK_S = 5.0  # between two answers to a request that has no limit
 
-_decoder = msgspec.msgpack.Decoder(Answer)
+Answer = TypeVar("Answer", News, Part)
 
 
 class TrainingNode:
@@ -70,25 +58,17 @@ class TrainingNode:
             what = f"sent nothing for {self._limit_s:.0f} s" if overdue else f"is lost ({error})"
             raise PeerFailureError(f"{self._address} {what}: no weights come from it.") from error
 
-    def ask(self, request: Request, wait_s: float = 0.0) -> Answer:
+    def ask(self, request: AskNews | AskBucket, kind: type[Answer], wait_s: float = 0.0) -> Answer:
         """Return the answer to a request, for which the node may take `wait_s` longer than for others."""
         with self._named():
             self._stream.settimeout(self._limit_s)
             self._stream.sendall(with_length(msgspec.msgpack.encode(request)))
-            return self._answer(wait_s)
+            return self._answer(kind, wait_s)
 
-    def _answer(self, wait_s: float = 0.0) -> Answer:
+    def _answer(self, kind: type[Answer], wait_s: float = 0.0) -> Answer:
         deadline = time.monotonic() + wait_s + self._limit_s
         length = body_length(read_exactly(self._stream, LENGTH.size, deadline))
-        return _decoder.decode(read_exactly(self._stream, length, deadline))
-
-    def plan(self, limit_s: float) -> Plan:
-        """Return the layouts; raise `PeerFailureError` if the node has loaded no model within `limit_s`."""
-        deadline = time.monotonic() + limit_s
-        while not isinstance(answer := self.ask(AskPlan(LOOK_S), LOOK_S), Plan):
-            if time.monotonic() > deadline:
-                raise PeerFailureError(f"{self._address} has no weights within {limit_s:.0f} s.")
-        return answer
+        return msgspec.msgpack.decode(read_exactly(self._stream, length, deadline), type=kind)
 
     def receive(self, bucket: int, update: int, target: memoryview) -> bool:
         """Receive a bucket of an update; return `False` if the node has a later one, or is writing it.
@@ -97,11 +77,11 @@ class TrainingNode:
             `WeightSyncError`: if the checksum is wrong three times in a row.
         """
         for _ in range(MAX_CORRUPT):
-            if cast(Head, self.ask(AskBucket(bucket, update))).update != update:
+            if self.ask(AskBucket(bucket, update), Part).update != update:
                 return False
             with self._named():
                 crc = self._fill(target)
-                expected = cast(Tail, self._answer()).crc
+                expected = self._answer(Part).crc
             if expected is None:
                 return False
             if expected == crc:
@@ -145,10 +125,8 @@ class PulledUpdates(SlotUpdates):
             Engines of this machine, and the transport to them; it gets a slot for each bucket, in host memory.
         addresses (`Sequence[PortAddress]`), pool (`Pool`):
             Ports of the training nodes, in the nodes' order; secret and facts of the run.
-        limit_s (`float`, *optional*, defaults to 30.0):
-            Seconds without a byte of an answer after which a node counts as lost.
-        start_s (`float`, *optional*):
-            Limit for the training nodes to have loaded their model, in seconds. Default: as long as node 0 answers.
+        limit_s (`float`, *optional*, defaults to 120.0):
+            Seconds without a byte of an answer after which a node counts as lost. A cut link is noticed earlier.
 
     Attributes:
         version (`WeightVersion`):
@@ -159,7 +137,6 @@ class PulledUpdates(SlotUpdates):
     Raises:
         `ConfigurationError`: if the secrets differ, or if a port refuses the run or a version.
         `PeerFailureError`: if a training node does not answer or has ended.
-        `WeightSyncError`: if this machine has too little shared memory.
     """
 
     def __init__(
@@ -168,23 +145,20 @@ class PulledUpdates(SlotUpdates):
         transport: Transport,
         addresses: Sequence[PortAddress],
         pool: Pool,
-        limit_s: float = LINK_S,
-        start_s: float = float("inf"),
+        limit_s: float = PEER_S,
     ):
         self.version = WeightVersion()
         self.timings = SyncTimings()
-        self._nodes: list[TrainingNode] = []
         transport.staged = True
+        super().__init__(engines, (), transport)
+        self._loaded: Sequence[int] = ()  # update of each bucket that the engines have
+        self._nodes: list[TrainingNode] = []
         try:
             for address in addresses:
                 self._nodes.append(TrainingNode(address, pool, limit_s))
-            super().__init__(engines, self._nodes[0].plan(start_s).layouts, transport)
-            self._open_slots(engines)
         except BaseException:
-            self._hang_up()
+            self.close()
             raise
-        self._own = cast(HostSlots, self._slots)
-        self._loaded = [0] * len(self.layouts)  # update of each bucket that the engines have
 
     def pull(self, timeout_s: float) -> WeightVersion | None:
         """Return the version of the next update once the engines have committed it.
@@ -205,21 +179,29 @@ class PulledUpdates(SlotUpdates):
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = max(deadline - time.monotonic(), 0.0)
-            news = self._nodes[0].ask(AskNews(self.version.update, left_s), left_s)
-            if isinstance(news, NotYet):
+            news = self._nodes[0].ask(AskNews(self.version.update, left_s), News, left_s)
+            if not news.updates:
                 return None
-            assert isinstance(news, News)
+            if self._slots is None:
+                self.layouts = news.layouts
+                self._open_slots(self._engines or EngineGroup())
             start = time.perf_counter()
             if self._pull_buckets(news.updates):
                 break
         pull_s = time.perf_counter() - start
-        self._load(news)
+        self.in_flight, self.recompute_kv = news.in_flight, news.recompute_kv
+        same = [old == new for old, new in zip(self._loaded, news.updates, strict=False)]
+        first = [*same, False].index(False)
+        self.timings = self._update(self._engines, self._slots, news.version, first)
+        self.timings.add(self.settle())
         self.timings.gather_s = pull_s
+        self._loaded = news.updates
+        self.version = news.version
         return self.version
 
     def _pull_buckets(self, updates: Sequence[int]) -> bool:
         """Fill the own slots with each bucket of its update; return `False` if a node has a later one."""
-        own, nodes = self._own, self._nodes
+        own, nodes = cast(HostSlots, self._slots), self._nodes
         self._in_slots = None
         stop = Event()
 
@@ -243,30 +225,14 @@ class PulledUpdates(SlotUpdates):
             list(threads.map(pull_from, range(len(nodes))))
         return not stop.is_set()
 
-    def _load(self, news: News) -> None:
-        """Let the engines load and commit what the own slots have."""
-        first = len(self.layouts)
-        for bucket, update in enumerate(news.updates):
-            if update != self._loaded[bucket]:
-                first = bucket
-                break
-        self.in_flight, self.recompute_kv = news.in_flight, news.recompute_kv
-        self.timings = self._update(self._engines, self._slots, news.version, first)
-        self.timings.add(self.settle())
-        self._loaded = list(news.updates)
-        self.version = news.version
-
     def load_again(self, version: WeightVersion, engines: EngineGroup) -> SyncTimings:
         if self._in_slots is None:
             # a pull of the next update has begun to fill the slots: it sends everything
-            self._loaded = [0] * len(self.layouts)
+            self._loaded = ()
         return super().load_again(version, engines)
 
     def close(self) -> None:
         """Close the connections, and release the slots. A second call does nothing."""
-        self._hang_up()
-        super().close()
-
-    def _hang_up(self) -> None:
         for node in self._nodes:
             node.close()
+        super().close()

@@ -1,10 +1,10 @@
 """Service of a training node's port from which agents pull the weights: the buckets in the node's slots.
 
-    agent -> port   Ask for the plan, for a newer update, or for a bucket of an update
-    port -> agent   its answer; for a bucket Head, the bytes of the slot, Tail
+    agent -> port   AskNews, or AskBucket
+    port -> agent   News, or Part, the bytes of the slot, Part
 
 Ranks take no part and never wait: the service reads the slots and their marks while ranks write. A bucket that a rank
-has overwritten meanwhile is refused in its tail.
+has overwritten meanwhile has no checksum at its end.
 """
 
 import asyncio
@@ -32,12 +32,6 @@ POLL_S = 0.03  # between two looks at the marks, which take microseconds
 Found = TypeVar("Found")
 
 
-class AskPlan(msgspec.Struct, frozen=True, tag=True):
-    """Request for the [`Plan`], which the node has once its model is loaded."""
-
-    wait_s: float  # after which the answer is `NotYet`
-
-
 class AskNews(msgspec.Struct, frozen=True, tag=True):
     """Request for [`News`] of an update after `update`."""
 
@@ -52,41 +46,27 @@ class AskBucket(msgspec.Struct, frozen=True, tag=True):
     update: int
 
 
-class Plan(msgspec.Struct, frozen=True, tag=True):
-    """Layout of each bucket in its slot, the same on all nodes."""
+class News(msgspec.Struct, frozen=True):
+    """Last update whose buckets are all in the node's slots; without fields if there is no news in time."""
 
-    layouts: tuple[tuple[TensorSpec, ...], ...]
-
-
-class News(msgspec.Struct, frozen=True, tag=True):
-    """Latest update whose buckets were all in the node's slots."""
-
-    version: WeightVersion
-    updates: tuple[int, ...]  # of each bucket: an earlier one if `version` did not send it
-    in_flight: bool  # as in `UpdateWeights`
-    recompute_kv: bool
+    version: WeightVersion = WeightVersion()
+    updates: tuple[int, ...] = ()  # of each bucket: an earlier one if `version` did not send it
+    # of each bucket in its slot, the same on all nodes; only for an agent that has no update yet
+    layouts: tuple[tuple[TensorSpec, ...], ...] = ()
+    in_flight: bool = False  # as in `UpdateWeights`
+    recompute_kv: bool = False
 
 
-class NotYet(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a request whose time is over."""
+class Part(msgspec.Struct, frozen=True):
+    """Begin and end of a bucket."""
+
+    update: int  # of the bytes; they follow the begin only if it is the one that was asked for
+    crc: int | None = (
+        None  # zlib.crc32 at the end; `None`: a rank began to write the slot meanwhile
+    )
 
 
-class Head(msgspec.Struct, frozen=True, tag=True):
-    """Begin of a bucket; no bytes follow if its update is later than the one that was asked for."""
-
-    update: int
-
-
-class Tail(msgspec.Struct, frozen=True, tag=True):
-    """End of a bucket."""
-
-    crc: int | None  # zlib.crc32 of its bytes; `None`: a rank began to write the slot meanwhile
-
-
-Request = AskPlan | AskNews | AskBucket
-Answer = Plan | News | NotYet | Head | Tail
-
-_decoder = msgspec.msgpack.Decoder(Request)
+_decoder = msgspec.msgpack.Decoder(AskNews | AskBucket)
 
 
 class WeightService:
@@ -119,18 +99,11 @@ class WeightService:
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PEER_S), 0))
         while True:
             request = _decoder.decode(await receive_body(stream, MAX_HELLO_BYTES))
-            match request:
-                case AskPlan():
-                    await _answer(stream, await _until(stream, self._plan, request.wait_s))
-                case AskNews():
-                    look = partial(self._news, request.update)
-                    await _answer(stream, await _until(stream, look, request.wait_s))
-                case AskBucket():
-                    await self._send_bucket(stream, request)
-
-    def _plan(self) -> Plan | None:
-        sync = self._current()
-        return None if sync is None else Plan(tuple(sync.layouts))
+            if isinstance(request, AskBucket):
+                await self._send_bucket(stream, request)
+            else:
+                news = await _until(stream, partial(self._news, request.update), request.wait_s)
+                await _answer(stream, news or News())
 
     def _slots(self) -> HostSlots | None:
         sync = self._current()
@@ -150,7 +123,9 @@ class WeightService:
         )
         if update <= after or not settled:
             return None
-        return News(WeightVersion(update, step), tuple(updates), sync.in_flight, sync.recompute_kv)
+        layouts = () if after else tuple(sync.layouts)
+        version = WeightVersion(update, step)
+        return News(version, tuple(updates), layouts, sync.in_flight, sync.recompute_kv)
 
     def _filled(self, request: AskBucket) -> tuple[np.ndarray, int, memoryview] | None:
         """Return the marks of all slots, and update and bytes of a slot that has the wanted update or a later one.
@@ -165,17 +140,16 @@ class WeightService:
 
     async def _send_bucket(self, stream: socket.socket, request: AskBucket) -> None:
         found = await _until(stream, partial(self._filled, request))
-        assert not isinstance(found, NotYet)
+        assert found is not None
         marks, update, data = found
-        await _answer(stream, Head(update))
+        await _answer(stream, Part(update))
         if update > request.update:
             return
         crc = self._crc(request, data)
         await _send_in_thread(stream, data)
-        # an agent that leaves does not end the computation for the others
-        found_crc = await asyncio.shield(crc)
+        found_crc = await crc
         is_whole = marks[request.bucket] == update
-        await _answer(stream, Tail(found_crc if is_whole else None))
+        await _answer(stream, Part(update, found_crc if is_whole else None))
 
     def _crc(self, request: AskBucket, data: memoryview) -> "asyncio.Future[int]":
         """Return the CRC-32 of a bucket, which a thread computes beside the first send."""
@@ -188,12 +162,12 @@ class WeightService:
 
 async def _until(
     stream: socket.socket, look: Callable[[], Found | None], wait_s: float = float("inf")
-) -> Found | NotYet:
+) -> Found | None:
     """Look until there is something, the time is over, or the agent has left."""
     end = time.monotonic() + wait_s
     while (found := look()) is None:
         if time.monotonic() >= end:
-            return NotYet()
+            return None
         with suppress(BlockingIOError):
             if not stream.recv(1, socket.MSG_PEEK):
                 raise EOFError("the stream has ended")
@@ -201,7 +175,7 @@ async def _until(
     return found
 
 
-async def _answer(stream: socket.socket, answer: Answer) -> None:
+async def _answer(stream: socket.socket, answer: News | Part) -> None:
     body = with_length(msgspec.msgpack.encode(answer))
     await asyncio.get_running_loop().sock_sendall(stream, body)
 
