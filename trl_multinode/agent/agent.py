@@ -157,17 +157,19 @@ class Agent:
 
     def _join(self) -> tuple[Notice, Pool, socket.socket, Start]:
         """Wait for a run, and join it."""
-        host, port = self._settings.address
-        next_line = begin = time.monotonic()
+        begin = time.monotonic()
+        num_lines = 0
         while True:
+            waited_s = time.monotonic() - begin
+            if waited_s >= num_lines * WAITING_EVERY_S:
+                num_lines += 1
+                host, port = self._settings.address
+                report(f"waits for a run at {host}:{port} ({waited_s:.0f} s)")
             notice = notice_at(self._settings.address)
             if notice is not None:
                 pool = pool_of_run(notice.run)
                 with suppress(*LEAVES):  # the port of a run that ends, or has not begun
                     return notice, pool, *join(notice.ports[0], pool, self._number)
-            if (now := time.monotonic()) >= next_line:
-                report(f"waits for a run at {host}:{port} ({now - begin:.0f} s)")
-                next_line = now + WAITING_EVERY_S
             time.sleep(POLL_S)
 
     def _serve(self, notice: Notice, pool: Pool, stream: socket.socket, start: Start) -> bool:
