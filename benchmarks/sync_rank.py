@@ -110,7 +110,7 @@ class PerParameter:
         self.version = WeightVersion()
 
     def update_named_params(self, metadata, parameters) -> None:
-        tensors, slots, layouts = iter(parameters), self.sync._slots, self.sync._layouts
+        tensors, slots, layouts = iter(parameters), self.sync._slots, self.sync.layouts
         update = UpdateWeights(version=self.version, turn=slots.signals.begin())
         with BucketSender(self.engines, slots, layouts, SyncTimings(), update, False) as sender:
             for index, specs in enumerate(layouts):
@@ -178,7 +178,7 @@ class Arms:
         transport = Transport(staged=True)
         sync = WeightSync(ModuleSource(model, torch.float32, gather), engines, limit, transport)
         if engines is not None:
-            transport.reserve(sync._layouts)
+            transport.reserve(sync.layouts)
         place = gather.meet(*transport.reserved_at)
         if engines is None:
             assert sync.join(place)
@@ -196,9 +196,9 @@ class Arms:
         if sync._engines is None:
             return
         if sync._slots is not None and sync.staged:
-            sync._transport.open_in_workers(sync._slots, sync._engines, sync._layouts)
+            sync._transport.open_in_workers(sync._slots, sync._engines, sync.layouts)
         else:
-            sync._slots = sync._transport.open(sync._engines, sync._layouts)
+            sync._slots = sync._transport.open(sync._engines, sync.layouts)
 
     def run(self, arm: str) -> SyncTimings | None:
         self.update += 1

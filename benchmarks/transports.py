@@ -85,7 +85,7 @@ def measure(repeats: int, folder: Path) -> dict:
                 store = folder / f"{repeat}.{number}"
                 store.mkdir()
                 transport = Transport("nccl" if arm == "nccl" else "host", folder=store)
-                sync._slots = transport.open(engines, sync._layouts)
+                sync._slots = transport.open(engines, sync.layouts)
                 trainer.perturb(0.02)
                 if trainer.version.update:
                     stale.append(difference(trainer))

@@ -12,20 +12,20 @@ from waiting import HANG_S
 
 from trl_multinode.wire.connection import LENGTH, with_length
 from trl_multinode.wire.handshake import (
+    BYTES,
     FROM_PEER,
     GREETING,
-    NONCE_BYTES,
-    Claim,
-    Pool,
+    SERVICE,
+    Facts,
     PortAddress,
-    identity_at,
 )
 from trl_multinode.wire.port import Port, Service
 from trl_multinode.wire.secret import Secret
 
 NODE = 3
 KEY = b"0123456789abcdef-of-a-test"
-POOL = Pool(Secret(KEY), {"run": "run-7", "trl_multinode": "1.2.3", "vllm": "0.31.0"})
+SECRET = Secret(KEY)
+FACTS = {"run": "run-7", "trl_multinode": "1.2.3", "vllm": "0.31.0"}
 
 
 @contextmanager
@@ -55,11 +55,11 @@ def running(main: Coroutine) -> Iterator[None]:
 
 @contextmanager
 def open_port(
-    services: Mapping[tuple[str, int], Service],
+    services: Mapping[str, Service],
     report: Callable[[str], None] = print,
     host: str = "127.0.0.1",
 ) -> Iterator[PortAddress]:
-    port = Port(host, NODE, POOL, services, report)
+    port = Port(host, NODE, SECRET, FACTS, services, report)
     with running(port.serve()):
         yield port.address
 
@@ -72,21 +72,17 @@ class Hand:
 
     def __init__(self, address: PortAddress, source: str = "127.0.0.1"):
         self.stream = socket.create_connection((address.host, address.port), HANG_S, (source, 0))
-        self.greeting = read(self.stream, len(GREETING) + NONCE_BYTES)
+        self.greeting = read(self.stream, len(GREETING) + BYTES)
 
     def body(
-        self,
-        secret: Secret = POOL.secret,
-        direction: bytes = FROM_PEER,
-        claim: Claim | None = None,
-        claimed: bytes | None = None,
+        self, secret: Secret = SECRET, direction: bytes = FROM_PEER, told: bytes | None = None
     ) -> bytes:
-        """Return random bytes, proof and claim: the right ones, but for what is given."""
-        if claimed is None:
-            claimed = msgspec.msgpack.encode(claim or right_claim())
-        nonce = os.urandom(NONCE_BYTES)
-        proof = secret.proof(direction, self.greeting[len(GREETING) :] + nonce + claimed)
-        return nonce + proof + claimed
+        """Return random bytes, proof and facts: the right ones, but for what is given."""
+        if told is None:
+            told = msgspec.msgpack.encode(right_facts())
+        nonce = os.urandom(BYTES)
+        proof = secret.proof(direction, self.greeting[len(GREETING) :] + nonce + told)
+        return nonce + proof + told
 
     def answer(self, data: bytes) -> bytes | None:
         """Send bytes, and return the body of the answer; `None`: the port has closed the connection."""
@@ -101,8 +97,8 @@ class Hand:
         self.stream.close()
 
 
-def right_claim(role: str = "echo", engine: int = 0) -> Claim:
-    return Claim(role, engine, identity_at(POOL, NODE))
+def right_facts() -> Facts:
+    return {**FACTS, "node": str(NODE), SERVICE: "echo"}
 
 
 def read(stream: socket.socket, num_bytes: int) -> bytes:
@@ -115,8 +111,13 @@ def read(stream: socket.socket, num_bytes: int) -> bytes:
 
 
 @contextmanager
-def impostor(answer_to: Callable[[bytes], bytes], greeting: bytes = GREETING) -> Iterator[tuple]:
-    """A port that answers a peer's body with `answer_to(body)`; its address, and what peers sent after the answers."""
+def impostor(
+    answer_to: Callable[[bytes], bytes | None], greeting: bytes = GREETING
+) -> Iterator[tuple]:
+    """A port that answers a peer's body with `answer_to(body)`, or closes the connection if that is `None`.
+
+    Yields its address, and what peers sent after the answers.
+    """
     later: list[bytes] = []
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -125,10 +126,12 @@ def impostor(answer_to: Callable[[bytes], bytes], greeting: bytes = GREETING) ->
             while True:
                 with listener.accept()[0] as stream:
                     stream.settimeout(HANG_S)
-                    stream.sendall(greeting + bytes(NONCE_BYTES))
+                    stream.sendall(greeting + bytes(BYTES))
                     if header := read(stream, LENGTH.size):
-                        body = read(stream, LENGTH.unpack(header)[0])
-                        stream.sendall(with_length(answer_to(body)))
+                        answer = answer_to(read(stream, LENGTH.unpack(header)[0]))
+                        if answer is None:
+                            continue
+                        stream.sendall(with_length(answer))
                     later.append(read(stream, 1))
 
     thread = threading.Thread(target=serve, daemon=True)

@@ -23,7 +23,7 @@ from trl_multinode.errors import ConfigurationError
 from trl_multinode.run.facts import Disagreement, Facts, disagreements
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.store import connect_store
-from trl_multinode.run.topology import Topology
+from trl_multinode.run.topology import NodeShape, Topology
 from trl_multinode.run.values import flat, shown, text_of
 from trl_multinode.trainers import MultiNodeDistillationConfig, MultiNodeRLOOConfig
 
@@ -33,11 +33,12 @@ ROWS = [{"prompt": f"{i} + {i} =", "answer": 2 * i} for i in range(40)]
 class Host:
     """The agreement of a `NodeHost`, with a real meeting."""
 
-    def __init__(self, rank: int, store: StoreHost):
-        self.topology = topology_of(rank)
+    def __init__(self, rank: int, store: StoreHost, topology: Topology | None = None):
+        self.topology = topology or topology_of(rank)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
         self._meeting = Meeting(self.topology, connect_store(self.topology, 0))
         self.agreement = self
+        self.rank = SimpleNamespace(check_engines=lambda: None)
 
     def compare(self, facts: Facts) -> list[Disagreement]:
         return disagreements(self._meeting, self.topology, facts)
@@ -62,6 +63,22 @@ def compared(
 
     with forked(body, RANKS, tmp_path) as ranks:
         return [rank.result for rank in ranks]
+
+
+def test_nodes_that_differ_are_no_disagreement_and_each_rank_learns_all_of_them(tmp_path, store):
+    """Three ranks and one engine on node 0, one rank and none on node 1."""
+    shapes = [NodeShape(3, 1, 1), NodeShape(1, 0, 0)]
+
+    def body(rank: int) -> list[str]:
+        node = int(rank == 3)
+        place = Topology(rank, 4, rank % 3, shapes[node].ranks, node, 2, launched=False)
+        place.assume(shapes[node])
+        must_agree.check_agreement(Host(rank, store, place), config(), call())
+        return [*map(str, place.nodes), place.name_of(3), place.name_of(2)]
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        found = [rank.result for rank in ranks]
+    assert found == [["3 1 1", "1 0 0", "rank 3 (node 1)", "rank 2 (node 0)"]] * 4
 
 
 def config(kind: type = GRPOConfig, **values: Any) -> Any:

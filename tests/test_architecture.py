@@ -236,8 +236,9 @@ PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 HEAVY = ("torch", "trl", "transformers", "vllm", "deepspeed", "accelerate")
 LIGHT = ["trl_multinode", *(f"trl_multinode.{m}" for m in (
     "tools", "tools.config", "tools.grpo",
-    "engine.client", "engine.node_engines", "engine.process", "engine_process.main", "engine_process.server", "errors",
-    "run.phases", "run.topology", "vllm_worker.plugin", "wire.connection", "wire.supervisor",
+    "engine.client", "engine.node_engines", "engine.process", "engine.remote_rows", "engine_process.main",
+    "engine_process.server", "errors", "run.phases", "run.topology", "vllm_worker.plugin", "wire.connection",
+    "wire.port", "wire.supervisor",
 ))]  # fmt: skip
 
 

@@ -301,7 +301,8 @@ def test_a_folder_of_a_run_that_a_cleaner_removed_is_named_with_the_cure(tmp_pat
 SECRET_NAMES = (
     "HF_TOKEN hub_token --hub-token WANDB_API_KEY WANDBAPIKEY wandbApiKey DB_PASS SSHPASS MYSQL_PWD REDISCLI_AUTH "
     "AUTH_HEADER AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID MY_CREDS GPG_PASSPHRASE MYSECRETVALUE PGPASSWORD HFTOKEN "
-    "GITHUB_PAT GOOGLE_APPLICATION_CREDENTIALS SENTRY_DSN ssh_private_key_path JWT TOKEN"
+    "GITHUB_PAT GOOGLE_APPLICATION_CREDENTIALS SENTRY_DSN ssh_private_key_path JWT TOKEN TRL_MULTINODE_SECRET "
+    "TRL_MULTINODE_SECRET_FILE"
 )
 OTHER_NAMES = (
     "PWD OLDPWD num_key_value_heads eos_token_id pad_token max_tokens TOKENIZERS_PARALLELISM VLLM_KEYS sort_keys "
@@ -357,6 +358,7 @@ def test_an_engine_gets_no_secrets_no_unpickling_and_no_calls_for_developers(mon
     dropped = [
         "HF_TOKEN", "VLLM_API_KEY", "WANDB_API_KEY", "PYTHON_SECRET", "CUDA_PASSWORD", "NCCL_CREDENTIALS",
         "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE", "RANK", "GLOO_SOCKET_IFNAME_OF_TRAINERS",
+        "TRL_MULTINODE_SECRET", "TRL_MULTINODE_SECRET_FILE",
     ]  # fmt: skip
     kept = [
         "VLLM_MAX_TOKENS_PER_EXPERT_FUSED_MOE",

@@ -4,7 +4,15 @@ import pytest
 from refusals import refusal, refused
 
 from trl_multinode.run.gpu_variables import visible_devices
-from trl_multinode.run.topology import EngineDevices, NodeShape, Topology, assign_engines, by_node
+from trl_multinode.run.topology import (
+    EngineDevices,
+    NodeShape,
+    Topology,
+    assign_engines,
+    by_node,
+    check_engines,
+    shape_of,
+)
 
 
 def environment(rank: int, num_nodes: int, per_node: int) -> dict[str, str]:
@@ -28,7 +36,11 @@ def node_of(ranks: int = 7, num_nodes: int = 4) -> Topology:
 def assign(
     gpus=8, ranks=7, devices=None, engines=None, tensor_parallel=1, environ=None
 ) -> EngineDevices:
-    return assign_engines(node_of(ranks), gpus, devices, engines, tensor_parallel, environ or {})
+    topology = node_of(ranks)
+    found = assign_engines(topology, gpus, devices, engines, tensor_parallel, environ or {})
+    topology.assume(shape_of(topology, found))
+    check_engines(topology, gpus, environ or {})
+    return found
 
 
 def test_every_rank_of_a_launch_knows_its_place():

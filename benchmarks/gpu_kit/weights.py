@@ -81,7 +81,7 @@ def timed_syncs(
         seen_as=[0],
         folder=folder,
         report=warnings.append,
-    ).open(trainer.engines, sync._layouts)
+    ).open(trainer.engines, sync.layouts)
     sync.close()
     sync._slots = opened
     require(opened.kind == kind and not warnings, f"{kind}: {warnings}")

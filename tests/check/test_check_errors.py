@@ -209,7 +209,9 @@ ELSEWHERE = {
         "experimental/server_distillation.py: check_teacher",
         "must_agree.py: refuse",
         "run/owner.py: _refusal",
-        "run/topology.py: check",
+        "run/topology.py: check_engines",
+        "wire/handshake.py: _prove",
+        "wire/secret.py: pool_secret",
     ],
     "`output_dir` and its checkpoints": [
         "run/begin.py: check_writable",

@@ -14,6 +14,7 @@ from trl_multinode import tools
 from trl_multinode.tools.check import main
 from trl_multinode.tools.check.launch import Engines
 from trl_multinode.tools.check.reading import read_launch
+from trl_multinode.wire.secret import SECRET
 
 UNEVEN = (7, 8, 8, 8)
 NODES = {"1node": 1, "2node": 2, "4node": 4, "8node": 8}
@@ -124,7 +125,7 @@ def test_deepspeeds_own_launcher_starts_no_number_of_a_node(write):
 
 
 def test_a_cure_names_the_number_of_this_node(write):
-    problem = only_problem(write(), table=(7, 8))
+    problem = only_problem(write(), table=(8, 8))
     assert "got 8 processes a node, expected 7" in problem.what
     assert "`--ranks` with 7 for node 1" in problem.cure and "num_processes" not in problem.cure
     launched(write(), table=(7, 7))
@@ -134,6 +135,14 @@ def test_a_cure_names_the_number_of_this_node(write):
         in only_problem(write(), table=(6, 7), engines=engines).cure
     )
     launched(write(), table=(7, 6), engines=engines)
+
+
+def test_engines_of_other_nodes_need_a_secret(write, monkeypatch):
+    """Nodes of 8 GPUs: those with 8 ranks use the engines of the one with 7."""
+    problem = only_problem(write(), table=(7, 8))
+    assert SECRET in problem.what and "umask" in problem.cure
+    monkeypatch.setenv(SECRET, "secret of these tests")
+    launched(write(), table=(7, 8))
 
 
 def test_a_job_of_other_nodes_needs_other_numbers(write, monkeypatch):

@@ -30,7 +30,9 @@ SETTINGS = {
 }
 CANARY = f"canary{secrets.token_hex(8)}"
 # HF_TOKEN: small_run.py
-SECRETS = dict.fromkeys(("TEST_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY"), CANARY)
+SECRETS = dict.fromkeys(
+    ("TEST_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "TRL_MULTINODE_SECRET"), CANARY
+)
 ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, **SECRETS}
 pytestmark = [pytest.mark.two_node]
 

@@ -22,6 +22,7 @@ SECRETS = (
     "PYTHON_SECRET",
     "CUDA_PASSWORD",
     "NCCL_CREDENTIALS",
+    "TRL_MULTINODE_SECRET",
 )
 pytestmark = [
     pytest.mark.engine,

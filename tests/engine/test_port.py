@@ -13,23 +13,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ported import KEY, NODE, POOL, Hand, impostor, open_port, read, right_claim
+from ported import FACTS, KEY, NODE, SECRET, Hand, impostor, open_port, read, right_facts
 from waiting import HANG_S, until
 
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.wire import port
+from trl_multinode.wire import secret as secret_module
 from trl_multinode.wire.connection import LENGTH, MAX_HELLO_BYTES, with_length
-from trl_multinode.wire.handshake import (
-    FROM_PORT,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    Pool,
-    Verdict,
-    dial,
-)
-from trl_multinode.wire.secret import SECRET, SECRET_FILE, Secret, pool_secret
+from trl_multinode.wire.handshake import BYTES, FROM_PORT, GREETING, Facts, Verdict, dial
+from trl_multinode.wire.secret import SECRET_FILE, Secret, pool_secret
 
 OTHER = Secret(KEY[::-1])
+VARIABLE = secret_module.SECRET
 
 
 class Echo:
@@ -57,20 +52,22 @@ def lines():
 
 @pytest.fixture
 def address(echo, lines):
-    with open_port({("echo", 0): echo}, lines.append) as address:
+    with open_port({"echo": echo}, lines.append) as address:
         yield address
 
 
-def echoed(address, pool: Pool = POOL) -> bytes:
-    with closing(dial(address, pool, "echo", 0, HANG_S)) as stream:
+def echoed(address) -> bytes:
+    with closing(dial(address, SECRET, FACTS, "echo", HANG_S)) as stream:
         stream.settimeout(HANG_S)
         stream.sendall(b"text")
         return read(stream, 4)
 
 
-def refused(address, pool: Pool = POOL, role: str = "echo", engine: int = 0) -> ConfigurationError:
+def refused(
+    address, secret: Secret = SECRET, facts: Facts = FACTS, service: str = "echo"
+) -> ConfigurationError:
     with pytest.raises(ConfigurationError) as found:
-        dial(address, pool, role, engine, HANG_S)
+        dial(address, secret, facts, service, HANG_S)
     assert found.value.node == address.node
     assert KEY.decode() not in str(found.value)
     return found.value
@@ -84,16 +81,16 @@ def test_a_service_gets_the_connection_once_both_sides_have_proved_the_secret(ad
     with Hand(address) as hand:  # the control of all tests with wrong bytes
         body = hand.body()
         answer = hand.answer(with_length(body))
-        proof = body[NONCE_BYTES : NONCE_BYTES + PROOF_BYTES]
-        theirs, verdict = answer[:PROOF_BYTES], answer[PROOF_BYTES:]
-        assert POOL.secret.proves(theirs, FROM_PORT, proof + verdict)
-        assert msgspec.msgpack.decode(verdict, type=Verdict) == Verdict()
+        proof = body[BYTES : 2 * BYTES]
+        theirs, verdict = answer[:BYTES], answer[BYTES:]
+        assert SECRET.proves(theirs, FROM_PORT, proof + verdict)
+        assert msgspec.msgpack.decode(verdict, type=Verdict) == ("", "")
     until(lambda: echo.count == 2)
     assert lines == []
 
 
 def test_another_secret_is_named_for_the_peer_and_reaches_no_service(address, echo):
-    assert refused(address, replace(POOL, secret=OTHER)).setting == SECRET_FILE
+    assert refused(address, OTHER).setting == SECRET_FILE
     assert echo.count == 0 and echoed(address) == b"text"
 
 
@@ -121,7 +118,7 @@ def test_each_flipped_bit_of_a_peers_bytes_is_found(address, echo):
     dice = random.Random(3)
     with Hand(address) as hand:
         length = len(hand.body())
-    assert length > NONCE_BYTES + PROOF_BYTES + 60
+    assert length > 2 * BYTES + 60
     for position in range(length):
         with Hand(address) as hand:
             body = bytearray(hand.body())
@@ -137,16 +134,16 @@ def test_flipped_bits_of_the_length_and_cut_bodies_are_found(address, echo, monk
             data = bytearray(with_length(hand.body()))
             data[bit // 8] ^= 1 << bit % 8
             assert not hand.answer(bytes(data)), bit
-    for length in (0, 1, NONCE_BYTES, NONCE_BYTES + PROOF_BYTES, NONCE_BYTES + PROOF_BYTES + 1):
+    for length in (0, 1, BYTES, 2 * BYTES, 2 * BYTES + 1):
         with Hand(address) as hand:
             assert hand.answer(with_length(hand.body()[:length])) == b"", length
     assert echo.count == 0
 
 
 def test_a_proven_claim_that_is_none_closes_the_connection(address, echo, lines):
-    for claimed in (b"", b"\xc1", msgspec.msgpack.encode({"role": "echo"}), b"\x91" * 3000):
+    for told in (b"", b"\xc1", msgspec.msgpack.encode({"node": 3}), b"\x91" * 3000):
         with Hand(address) as hand:
-            assert hand.answer(with_length(hand.body(claimed=claimed))) is None
+            assert hand.answer(with_length(hand.body(told=told))) is None
     assert echo.count == 0 and len(lines) == 1 and echoed(address) == b"text"
 
 
@@ -154,9 +151,9 @@ def test_a_port_that_does_not_know_the_secret_gets_nothing_after_the_claim():
     """Each flipped bit of a right answer, the peer's own proof sent back, another secret, a replayed answer."""
 
     def right(body: bytes) -> bytes:
-        verdict = msgspec.msgpack.encode(Verdict())
-        proof = body[NONCE_BYTES : NONCE_BYTES + PROOF_BYTES]
-        return POOL.secret.proof(FROM_PORT, proof + verdict) + verdict
+        verdict = msgspec.msgpack.encode(("", ""))
+        proof = body[BYTES : 2 * BYTES]
+        return SECRET.proof(FROM_PORT, proof + verdict) + verdict
 
     answers: list[bytes] = []
     dice, positions = random.Random(5), itertools.count()
@@ -167,12 +164,12 @@ def test_a_port_that_does_not_know_the_secret_gets_nothing_after_the_claim():
         return bytes(answer)
 
     with impostor(lambda body: answers.append(right(body)) or answers[-1]) as (address, later):
-        dial(address, POOL, "echo", 0, HANG_S).close()  # the control
+        dial(address, SECRET, FACTS, "echo", HANG_S).close()  # the control
     for answer_to in (
-        lambda body: body[NONCE_BYTES : NONCE_BYTES + PROOF_BYTES],
-        lambda body: body[NONCE_BYTES : NONCE_BYTES + PROOF_BYTES] + right(body)[PROOF_BYTES:],
+        lambda body: body[BYTES : 2 * BYTES],
+        lambda body: body[BYTES : 2 * BYTES] + right(body)[BYTES:],
         lambda body: answers[0],
-        lambda body: bytes(PROOF_BYTES) + right(body)[PROOF_BYTES:],
+        lambda body: bytes(BYTES) + right(body)[BYTES:],
         lambda body: b"",
     ):
         with impostor(answer_to) as (address, later):
@@ -189,7 +186,7 @@ def test_another_program_at_the_address_is_named():
         impostor(lambda body: body, greeting=b"SSH-2.0-OpenSSH_") as (address, later),
         pytest.raises(ConnectionError, match="another program"),
     ):
-        dial(address, POOL, "echo", 0, HANG_S)
+        dial(address, SECRET, FACTS, "echo", HANG_S)
     assert later == [b""]
 
 
@@ -208,16 +205,15 @@ def test_another_program_at_the_address_is_named():
 def test_a_peer_of_another_run_or_version_is_refused_by_name(
     address, echo, lines, facts, setting, got, expected
 ):
-    pool = replace(POOL, identity={**POOL.identity, **facts})
     for _ in range(2):
-        error = refused(address, pool)
+        error = refused(address, facts={**FACTS, **facts})
         assert (error.setting, error.got, error.expected) == (setting, got, expected)
     until(lambda: lines)
     assert len(lines) == 1 and setting in lines[0] and echo.count == 0
 
 
 def test_a_fact_that_the_peer_lacks_is_named(address):
-    error = refused(address, replace(POOL, identity={"run": "run-7", "trl_multinode": "1.2.3"}))
+    error = refused(address, facts={"run": "run-7", "trl_multinode": "1.2.3"})
     assert (error.setting, error.got, error.expected) == ("vllm", None, "0.31.0")
 
 
@@ -226,10 +222,10 @@ def test_an_address_that_another_node_has_now_is_named(address):
     assert (error.setting, error.got, error.expected) == ("node", "4", str(NODE))
 
 
-@pytest.mark.parametrize(("role", "engine"), [("echo", 1), ("rows", 0), ("echo", -1)])
-def test_a_service_that_a_port_does_not_have_is_named(address, echo, role, engine):
-    error = refused(address, POOL, role, engine)
-    assert (error.setting, error.got, error.expected) == ("engine", f"{role} {engine}", "echo 0")
+@pytest.mark.parametrize("service", ["rows 0", "echo 0", ""])
+def test_a_service_that_a_port_does_not_have_is_named(address, echo, service):
+    error = refused(address, service=service)
+    assert (error.setting, error.got, error.expected) == ("service", service, "echo")
     assert echo.count == 0
 
 
@@ -242,8 +238,8 @@ def test_a_flood_of_wrong_proofs_costs_one_line_per_address(address, lines, monk
         for _ in range(20):
             with Hand(address, source) as hand:
                 assert hand.answer(with_length(hand.body(OTHER))) == b""
-    assert [line for line in lines if "127.0.0.1 " in line] == lines[:1]
-    assert [line for line in lines if "127.0.0.2 " in line] == lines[1:] and len(lines) == 2
+    assert ["127.0.0.1 (" in line for line in lines] == [True, False]
+    assert ["127.0.0.2 (" in line for line in lines] == [False, True]
     assert echoed(address) == b"text"
 
 
@@ -251,11 +247,11 @@ def test_a_first_frame_above_the_limit_is_not_read(address, echo):
     with Hand(address) as hand:
         assert hand.answer(LENGTH.pack(MAX_HELLO_BYTES + 1)) is None
     with Hand(address) as hand:
-        claimed = bytes(MAX_HELLO_BYTES + 1 - NONCE_BYTES - PROOF_BYTES)
-        body = hand.body(claimed=claimed)
+        told = bytes(MAX_HELLO_BYTES + 1 - BYTES - BYTES)
+        body = hand.body(told=told)
         assert len(body) == MAX_HELLO_BYTES + 1 and hand.answer(with_length(body)) is None
         with Hand(address) as hand:  # the control
-            assert hand.answer(with_length(hand.body(OTHER, claimed=claimed[1:]))) == b""
+            assert hand.answer(with_length(hand.body(OTHER, told=told[1:]))) == b""
     assert echo.count == 0
 
 
@@ -271,30 +267,35 @@ def test_a_peer_that_sends_a_byte_at_a_time_is_closed_after_the_limit(address, e
     assert echo.count == 0
 
 
-def test_silent_connections_keep_others_out_only_until_the_limit(address, echo, lines, monkeypatch):
+def test_silent_connections_keep_others_out_only_until_the_limit(echo, lines, monkeypatch):
     monkeypatch.setattr(port, "MAX_UNPROVEN", 3)
-    monkeypatch.setattr(port, "PROOF_S", 1.0)
-    with ExitStack() as ends:
+    with open_port({"echo": echo}, lines.append) as address, ExitStack() as ends:
         proven = []
         for _ in range(4):  # these do not count
-            proven.append(dial(address, POOL, "echo", 0, HANG_S))
+            proven.append(dial(address, SECRET, FACTS, "echo", HANG_S))
             ends.enter_context(closing(proven[-1]))
         silent = [ends.enter_context(Hand(address)) for _ in range(3)]
-        fourth = ends.enter_context(Hand(address))
-        assert fourth.greeting == b""  # closed at once
-        assert echoed(address) == b"text"  # `dial` comes back until there is room
-        assert all(read(hand.stream, 1) == b"" for hand in silent)
+        late = ends.enter_context(
+            socket.create_connection((address.host, address.port), timeout=HANG_S)
+        )
         for stream in proven:
-            stream.settimeout(HANG_S)
             stream.sendall(b"text")
+            stream.settimeout(HANG_S)
             assert read(stream, 4) == b"text"
+        assert not select.select([late], [], [], 0.5)[0]  # no greeting, although others are served
+        monkeypatch.setattr(port, "PROOF_S", HANG_S)  # of `late`
+        assert read(late, len(GREETING)) == GREETING
+        assert echoed(address) == b"text"
+        assert all(read(hand.stream, 1) == b"" for hand in silent)
     assert len(lines) == 1
 
 
-def test_a_port_that_closes_each_connection_is_an_error_after_the_limit(address, monkeypatch):
-    monkeypatch.setattr(port, "MAX_UNPROVEN", 0)
-    with pytest.raises(ConnectionError, match=f"node {NODE}"):
-        dial(address, POOL, "echo", 0, 0.5)
+def test_a_port_that_closes_a_connection_before_its_proof_is_an_error():
+    with (
+        impostor(lambda body: None) as (address, later),
+        pytest.raises((EOFError, ConnectionError)),
+    ):
+        dial(address, SECRET, FACTS, "echo", HANG_S)
 
 
 def test_a_port_without_a_descriptor_left_takes_connections_again(address, monkeypatch):
@@ -322,8 +323,8 @@ def test_a_port_that_ends_leaves_no_socket_and_no_task(echo):
 
     before = descriptors()
     with ExitStack() as ends:
-        with open_port({("echo", 0): echo}) as address:  # which finds the tasks
-            served = ends.enter_context(closing(dial(address, POOL, "echo", 0, HANG_S)))
+        with open_port({"echo": echo}) as address:  # which finds the tasks
+            served = ends.enter_context(closing(dial(address, SECRET, FACTS, "echo", HANG_S)))
             silent = ends.enter_context(Hand(address)).stream
             until(lambda: echo.count == 1)
         served.settimeout(HANG_S)
@@ -342,7 +343,7 @@ def secret_file(tmp_path, monkeypatch):
     path.write_bytes(KEY + b"\n")
     path.chmod(0o600)
     monkeypatch.setenv(SECRET_FILE, str(path))
-    monkeypatch.delenv(SECRET, raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     return path
 
 
@@ -353,7 +354,7 @@ def is_that_of(secret: Secret, key: bytes) -> bool:
 @pytest.mark.parametrize("mode", [0o600, 0o400])
 def test_the_secret_is_that_of_the_file_or_of_the_variable(secret_file, mode, monkeypatch):
     secret_file.chmod(mode)
-    monkeypatch.setenv(SECRET, "another-secret-of-24-byte")
+    monkeypatch.setenv(VARIABLE, "another-secret-of-24-byte")
     assert is_that_of(pool_secret(), KEY)
     monkeypatch.delenv(SECRET_FILE)
     assert is_that_of(pool_secret(), b"another-secret-of-24-byte")
@@ -371,7 +372,11 @@ def refusal() -> ConfigurationError:
 def test_a_file_that_others_may_use_is_refused(secret_file, mode):
     secret_file.chmod(mode)
     error = refusal()
-    assert error.setting == SECRET_FILE and f"{mode:04o}" in error.got and "0600" in error.expected
+    assert (
+        error.setting == SECRET_FILE
+        and stat.filemode(0o100000 | mode) in error.got
+        and "0600" in error.expected
+    )
 
 
 def another_owner(path: Path, monkeypatch) -> None:
@@ -415,12 +420,12 @@ def test_a_secret_that_is_too_short_is_refused(secret_file, length, monkeypatch)
     assert stat.S_IMODE(secret_file.stat().st_mode) == 0o600
     assert refusal().setting == SECRET_FILE
     monkeypatch.delenv(SECRET_FILE)
-    monkeypatch.setenv(SECRET, "x" * length)
-    assert (refusal().setting, refusal().got) == (SECRET, length)
+    monkeypatch.setenv(VARIABLE, "x" * length)
+    assert (refusal().setting, refusal().got) == (VARIABLE, f"it has {length} bytes")
 
 
-def test_no_text_of_a_secret_or_of_a_pool_shows_it(address, lines):
+def test_no_text_of_a_secret_shows_it(address, lines):
     with Hand(address) as hand:
         hand.answer(with_length(hand.body(OTHER)))
-    texts = f"{POOL!r} {POOL} {POOL.secret!r} {address} {right_claim()} {lines}"
+    texts = f"{SECRET!r} {SECRET} {address} {right_facts()} {lines}"
     assert KEY.decode() not in texts and KEY.hex() not in texts

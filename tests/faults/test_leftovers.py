@@ -20,6 +20,7 @@ from trl_multinode.engine.fleet import EngineFleet
 from trl_multinode.engine.process import EngineProcess, wait_until_ready
 from trl_multinode.engine.run_folder import RunFolder
 from trl_multinode.engine.settings import save_without_weights
+from trl_multinode.run.topology import EngineDevices
 from trl_multinode.tools import main
 from trl_multinode.wire import leftovers as module
 from trl_multinode.wire import supervisor
@@ -115,6 +116,9 @@ def test_row_38_the_next_start_removes_what_a_killed_node_left(places, tmp_path)
     finally:
         for path in (*segments, other):
             path.unlink(missing_ok=True)
+
+
+ONE = EngineDevices(((),), shared_with_training=False)
 
 
 def test_row_38_a_start_of_engines_begins_with_the_removal(places, tmp_path):

@@ -26,7 +26,7 @@ from multinode_kit.forking import from_template
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.engine import fleet as fleet_module
 from trl_multinode.engine.fleet import EngineFleet
-from trl_multinode.engine.restarts import lost_engines
+from trl_multinode.engine.restarts import LostEngine, lost_engines
 from trl_multinode.engine.settings import CPU_ENVIRONMENT, cores_per_worker, save_without_weights
 from trl_multinode.engine.stream import Request
 from trl_multinode.errors import EngineDiedError
@@ -37,7 +37,7 @@ from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.phase_file import PhaseFile
 from trl_multinode.run.phases import Phases
-from trl_multinode.run.topology import Topology
+from trl_multinode.run.topology import EngineDevices, Topology, shape_of
 from trl_multinode.run.watch import watch_thread
 from trl_multinode.run.watch.watchdog import Watchdog
 from trl_multinode.weights.probe import probe_tokens
@@ -79,6 +79,7 @@ class OneNode(Updates):
         self.lines: list[str] = []
         self.ends: list[str] = []
         self._rank = self.updates = self
+        self.sends_weights = True
         self._agreement = SimpleNamespace(meet=Meeting(self.topology, HashStore()).wait)
         self._presence = SimpleNamespace(activity=SimpleNamespace(synced=False))
         self._fleet = EngineFleet(
@@ -95,11 +96,11 @@ class OneNode(Updates):
             self.settings.vllm_tensor_parallel_size or 1
         )
         arguments = {"arguments": self._arguments, "environment": lambda index: environment}
-        devices = SimpleNamespace(per_engine=((),) * num_engines)
-        self._fleet.start(
-            SimpleNamespace(**arguments, devices=devices),
-            partial(save_without_weights, self.model, tiny_tokenizer()),
-        )
+        devices = EngineDevices(((),) * num_engines, shared_with_training=False)
+        self.topology.assume(shape_of(self.topology, devices))
+        settings = SimpleNamespace(devices=devices, **arguments)
+        write_model = partial(save_without_weights, self.model, tiny_tokenizer())
+        self._fleet.start(settings, write_model)
         self.engines = self._fleet.connect(64)
         self.ahead_engines = self._fleet.connect(64) if staleness else None
         self._sync = WeightSync(
@@ -342,8 +343,10 @@ def test_row_4_a_stopped_engine_is_killed_and_started_again(node, expected):
 
 
 def test_row_3_ranks_that_lost_different_processes_of_an_engine_ask_for_the_same_restart():
-    found = [str(one) for one in lost_engines(["1:0:1", "1:0:0", "0:1:5", "1:2:0"])]
-    assert found == ["0:1:5", "1:0:1", "1:2:0"]
+    first, later = LostEngine(node=1, index=0, start=0), LostEngine(node=1, index=0, start=1)
+    others = [LostEngine(0, 1, 5), LostEngine(1, 2, 0)]
+    words = list(map(str, (later, first, *others)))
+    assert lost_engines(words) == [others[0], later, others[1]]
 
 
 @pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -371,7 +374,7 @@ def test_row_2_rows_in_flight_begin_again(node):
     """Some rows have ended before, some are under way, and some wait for room."""
     one = node(slow=0.02)
     one.generation.sync_weights()
-    one.ahead_engines = ahead = one._fleet.connect(1, 3)
+    one.ahead_engines = ahead = one._fleet.connect(3)
     ahead.expect(one.generation.version)  # a host connects before the first sync
     stream = ahead.open_stream(12, {})
     alone = one.engines.generate([Request(PROMPTS[0], 8, seed=1)], 12, {}, 1)[0]
@@ -399,7 +402,7 @@ def test_row_2_rows_in_flight_begin_again(node):
 def test_rows_in_flight_begin_again_although_nobody_has_seen_that_their_connection_ended(node):
     one = node(slow=0.02)
     one.generation.sync_weights()
-    one.ahead_engines = ahead = one._fleet.connect(1, 3)
+    one.ahead_engines = ahead = one._fleet.connect(3)
     ahead.expect(one.generation.version)
     stream = ahead.open_stream(12, {})
     stream.add(

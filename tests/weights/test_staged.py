@@ -221,7 +221,7 @@ def test_ranks_of_a_node_copy_by_turns_and_only_after_its_engines_have_loaded(
             engines = stack.enter_context(serving(engine, folder=folder)) if main else None
             sync = staged_sync(source, engines, folder)
             if main:
-                sync._transport.reserve(sync._layouts)
+                sync._transport.reserve(sync.layouts)
             place = gather.meet(*sync._transport.reserved_at)
             assert main or sync.join(place)
             sync.takes_turns = turns

@@ -68,9 +68,9 @@ def pulled_weights(
     settings: NodeSettings,
 ) -> PulledWeights:
     """Return the object that pulls updates from the ports of the training nodes, and lets the engines load them."""
-    from ..weights.pulling import PulledSync
+    from ..weights.pulling import PulledUpdates
 
-    return PulledSync(ports, pool, engines, transport, settings)
+    return PulledUpdates(engines, transport, ports, pool)
 
 
 @dataclass(frozen=True)

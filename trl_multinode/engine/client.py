@@ -140,6 +140,11 @@ class EngineClient:
             self.lose(error)
 
     @property
+    def is_near(self) -> bool:
+        """Return whether this is an engine of the rank's node."""
+        return self._connection.is_local
+
+    @property
     def has_ended(self) -> bool:
         """Return whether this engine is lost, or has closed the connection; without waiting."""
         return self.lost is not None or self._connection.at_end()

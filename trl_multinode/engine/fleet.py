@@ -22,9 +22,9 @@ from ..wire.leftovers import remove_leftovers
 from ..wire.messages import EngineSpec
 from .cores import engine_cores
 from .node_engines import EnginePlace, NodeEngines, local_places
-from .node_port import NodePort, pool_of
+from .node_port import pool_of
 from .process import EngineProcess, wait_until_ready
-from .remote_rows import connect_rows, row_services
+from .remote_rows import connect_rows
 from .restarts import EngineRestarts
 from .run_folder import RunFolder, check_private
 from .settings import EngineSettings, start_inputs
@@ -92,7 +92,6 @@ class EngineFleet:
         self._launched: tuple[EngineSettings, Path]
         self._is_awaited = False  # by the main thread, which raises the error of a failed start
         self.restarts: EngineRestarts | None = None  # on the local main process
-        self._port: NodePort | None = None
 
     def launch(self, settings: EngineSettings, write_model: Callable[[Path], None]) -> None:
         """Start the node's engine processes without waiting for them. Local main process only.
@@ -155,8 +154,7 @@ class EngineFleet:
     def start(self, engine_settings: EngineSettings, write_model: Callable[[Path], None]) -> None:
         """Start the node's engines, unless `launch` did, and wait until they are ready. Local main process only.
 
-        If another node has none, its ranks reach these through a port from then on. A node without engines gets only
-        the folder that its ranks share.
+        A node without engines gets only the folder that its ranks share.
 
         Raises:
             `EngineStartError`: if an engine ends, or is not ready within `engine_start_timeout`.
@@ -178,10 +176,6 @@ class EngineFleet:
             self._report,
         )
         self.restarts.watch_engines()
-        if self._topology.has_remote_engines:
-            self._port = NodePort(
-                self._topology, self._store, row_services(self.sockets), self._report
-            )
 
     def _start_engine(self, index: int) -> EngineProcess:
         settings, model_folder = self._launched
@@ -230,7 +224,7 @@ class EngineFleet:
         key = f"folder/{topology.node}"
         if self._run_folder is not None:
             self._store.set(key, str(self._run_folder.path))
-        folder = Path(self._written(key, topology.node))
+        folder = Path(self.written(key, topology.node))
         check_private(folder)
         if num_engines := topology.nodes[topology.node].engines:
             sockets = [folder / f"engine{index}.sock" for index in range(num_engines)]
@@ -254,14 +248,16 @@ class EngineFleet:
         for node, shape in enumerate(self._topology.nodes):
             if not shape.engines:
                 continue
-            address = msgspec.json.decode(self._written(f"port/{node}", node), type=PortAddress)
+            address = msgspec.json.decode(self.written(f"port/{node}", node), type=PortAddress)
             for index in range(shape.engines):
                 log = self._logs.with_name(f"node{node}") / f"engine{index}.log"
-                connect = partial(connect_rows, address, index, self._topology.node, pool, log)
+                connect = partial(
+                    connect_rows, address, index, self._topology.node, *pool, log_path=log
+                )
                 found.append(EnginePlace(node, index, connect))
         return found
 
-    def _written(self, key: str, node: int) -> str:
+    def written(self, key: str, node: int) -> str:
         """Wait for a key that the local main process of a node writes when its engines are ready."""
         seconds = self._settings.engine_start_timeout + OTHER_RANKS_WAIT_LONGER_S
         try:
@@ -280,8 +276,6 @@ class EngineFleet:
         self._is_awaited = True
         if self.restarts is not None:
             self.restarts.close()
-        if self._port is not None:
-            self._port.close()
         if engines is not None and self._processes:
             engines.shutdown(STOP_TIMEOUT_S)
         for process in self._processes:

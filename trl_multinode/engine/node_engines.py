@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ..errors import EngineDiedError, EngineError
+from ..errors import ConfigurationError, EngineDiedError, EngineError
+from ..run.reporter import report
 from ..wire.connection import Connection, connect
 from ..wire.messages import Generate, WeightVersion
 from .client import EngineClient, Rollout
@@ -29,11 +30,14 @@ class EnginePlace:
             Its node, and its index there.
         connect (`Callable[[float], Connection]`):
             Function that connects to it within a number of seconds.
+        is_of_agent (`bool`, *optional*, defaults to `False`):
+            Whether an agent owns it, so that its loss is no loss of the run.
     """
 
     node: int
     index: int
     connect: Callable[[float], Connection]
+    is_of_agent: bool = False
 
 
 def local_places(sockets: Sequence[Path], node: int, log_folder: Path) -> list[EnginePlace]:
@@ -67,6 +71,8 @@ class NodeEngines(EngineGroup):
             Give an engine up that died or stalled, instead of raising its error: its owner starts it again.
 
     Attributes:
+        own (`EngineGroup`):
+            Clients of the engines of this node, which come first.
         recover (`Callable[[], None]`, *optional*):
             Function that returns when lost engines serve again. `generate` calls it when no engine is left; without it
             `generate` raises the error of the first engine that was lost.
@@ -85,20 +91,25 @@ class NodeEngines(EngineGroup):
         self.tolerant = tolerant
         self.recover: Callable[[], None] | None = None
         self._renew_next: set[int] = set()  # engines for `_renew_now`
-        self.places = places
+        self.places = list(places)
         # optimizer step of every weight update that was sent, by its number
         self._sent: dict[int, int] = {}
         self._client = partial(
             EngineClient, rank=rank, node=node, stall_timeout_s=stall_timeout_s, sent=self._sent
         )
         self._window = window
-        self._load = EngineLoad(load, len(places))
+        num_own = sum(place.node == node for place in places)
+        self._load = EngineLoad(load, max(1, num_own))
+        self._joined: list[EnginePlace] = []  # engines for `_renew_now`
+        self.own = EngineGroup()
         self._stream: RequestStream | None = None  # the open one, or that of the running `generate`
         super().__init__(map(self._connect, range(len(places))))
+        self.own += self[:num_own]
 
     def _connect(self, index: int, timeout_s: float = 30.0) -> EngineClient:
-        connection = self.places[index].connect(timeout_s)
-        return self._client(connection, index, tolerant=self.tolerant)
+        place = self.places[index]
+        connection = place.connect(timeout_s)
+        return self._client(connection, index, tolerant=self.tolerant or place.is_of_agent)
 
     def indices_of(self, places: Collection[tuple[int, int]]) -> list[int]:
         """Return which of these clients are for an engine of these nodes and indices there."""
@@ -117,16 +128,31 @@ class NodeEngines(EngineGroup):
         """Connect to the engines that were started again. Only the thread that uses the connections calls it."""
         for client in [self[index] for index in indices if self[index].has_ended]:
             try:
-                self[client.index] = self._connect(client.index, CONNECT_AGAIN_S)
+                self[client.index] = renewed = self._connect(client.index, CONNECT_AGAIN_S)
+                if client in self.own:
+                    self.own[client.index] = renewed
                 # an update that it was loading beside training has no answer any more
                 client.lose(EngineDiedError(f"{client.name} was started again"))
                 client.close()
             except EngineError as error:  # it has ended again
                 client.lose(error)
 
-    def renew_later(self, indices: Iterable[int]) -> None:
-        """Let the thread that uses these connections call `renew` before its next request. Any thread calls it."""
+    def join(self, place: EnginePlace) -> None:
+        """Connect to an engine that an agent offers. Only the thread that uses the connections calls it."""
+        self.places.append(place)
+        try:
+            self.append(self._connect(len(self), CONNECT_AGAIN_S))
+        except (EngineError, ConfigurationError) as error:  # it has left, or belongs to another run
+            self.places.pop()
+            report(f"an engine of an agent is left out: {error}")
+
+    def renew_later(self, indices: Iterable[int], joined: Iterable[EnginePlace] = ()) -> None:
+        """Let the thread that uses these connections call `renew` and `join` before its next request.
+
+        Any thread calls it.
+        """
         self._renew_next |= set(indices)
+        self._joined += joined
         stream = self._stream
         if stream is not None:
             stream.renew_with(self._renew_now)
@@ -135,6 +161,8 @@ class NodeEngines(EngineGroup):
         indices = self._renew_next
         self._renew_next = set()
         self.renew(indices)
+        while self._joined:
+            self.join(self._joined.pop(0))
         return self
 
     def serving(self, indices: Sequence[int]) -> EngineGroup:

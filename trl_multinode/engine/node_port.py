@@ -36,7 +36,7 @@ def pool_of(store: "Store") -> Pool:
 def pool_of_run(run: str) -> Pool:
     """Return the same for the name of the run."""
     versions = local_versions()
-    return Pool(pool_secret(), {"run": run} | {name: versions[name] for name in MUST_AGREE})
+    return pool_secret(), {"run": run} | {name: versions[name] for name in MUST_AGREE}
 
 
 class Background:
@@ -68,7 +68,7 @@ class NodePort(Background):
             Topology of this rank.
         store (`torch.distributed.Store`):
             Store of the run, in which other nodes find the port.
-        services (`Mapping[tuple[str, int], Service]`):
+        services (`Mapping[str, Service]`):
             Services of the port.
         report (`Callable[[str], None]`):
             Function that prints a line about a refused peer.
@@ -78,11 +78,11 @@ class NodePort(Background):
         self,
         topology: Topology,
         store: "Store",
-        services: Mapping[tuple[str, int], Service],
+        services: Mapping[str, Service],
         report: Callable[[str], None],
     ):
         # on the interface that leads to node 0, and on no other one
         host = route_to(os.environ["MASTER_ADDR"]) or "127.0.0.1"
-        port = Port(host, topology.node, pool_of(store), services, report)
+        port = Port(host, topology.node, *pool_of(store), services, report)
         store.set(f"port/{topology.node}", msgspec.json.encode(port.address).decode())
         super().__init__(port.serve(), "node-port")

@@ -14,12 +14,13 @@ import msgspec
 
 from ..errors import EngineDiedError
 from ..wire.connection import Connection, frame, receive_body
-from ..wire.handshake import Pool, PortAddress, dial
+from ..wire.handshake import Facts, PortAddress, dial
 from ..wire.messages import RowRequest
 from ..wire.port import Service
+from ..wire.secret import Secret
 from ..wire.sockets import PIECE_BYTES
 
-ROWS = "rows"  # role in a handshake
+SERVICE_OF = "rows {}"  # name of the service for the rows of an engine
 
 _decoder = msgspec.msgpack.Decoder(RowRequest)
 
@@ -28,7 +29,8 @@ def connect_rows(
     address: PortAddress,
     engine: int,
     node: int,
-    pool: Pool,
+    secret: Secret,
+    facts: Facts,
     log_path: Path,
     timeout_s: float = 30.0,
 ) -> Connection:
@@ -41,8 +43,8 @@ def connect_rows(
             Index of the engine on its node.
         node (`int`):
             Node of the calling rank.
-        pool (`Pool`):
-            Secret and facts of the run.
+        secret (`Secret`), facts (`dict[str, str]`):
+            Secret of the pool, and facts that all its processes must agree on, by name.
         log_path (`Path`):
             Log of the engine, for error messages.
         timeout_s (`float`, *optional*, defaults to 30.0):
@@ -54,17 +56,19 @@ def connect_rows(
     """
     name = f"engine {engine} of node {address.node}, from node {node}"
     try:
-        stream = dial(address, pool, ROWS, engine, timeout_s)
-    except OSError as error:
+        stream = dial(address, secret, facts, SERVICE_OF.format(engine), timeout_s)
+    except (OSError, EOFError) as error:
         raise EngineDiedError(
             f"{name}: cannot connect to {address} ({error}). Log: {log_path}"
         ) from error
     return Connection(stream, name, log_path)
 
 
-def row_services(sockets: Sequence[Path]) -> dict[tuple[str, int], Service]:
+def row_services(sockets: Sequence[Path]) -> dict[str, Service]:
     """Return the services of a port for the rows of this node's engines, by their unix sockets."""
-    return {(ROWS, index): partial(pass_rows, path) for index, path in enumerate(sockets)}
+    return {
+        SERVICE_OF.format(index): partial(pass_rows, path) for index, path in enumerate(sockets)
+    }
 
 
 async def pass_rows(path: Path, rank: socket.socket) -> None:

@@ -7,6 +7,7 @@ ones run, and the open ones of an engine that died or stalled begin again on ano
 import os
 import selectors
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,13 @@ class Lane:
     open: dict[int, Request] = field(default_factory=dict)  # by request id
     peeks: dict[int, Peeking] = field(default_factory=dict)  # by request id
     num_rows: int = 0  # of `open`; any thread may read it
+    num_made: int = 0  # tokens of the requests that have ended
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second that this rank has got of the engine so far."""
+        return self.num_made / (time.monotonic() - self.since)
 
 
 class RequestStream:
@@ -191,6 +199,8 @@ class RequestStream:
     def _renew_engines(self) -> None:
         if (renew := self._renew) is not None:
             for client in renew():
+                if client.index == len(self._lanes):  # it has joined
+                    self._lanes.append(Lane(client))
                 if client is not self._lanes[client.index].client:
                     # its requests are still open if nothing was read since it was lost
                     self._begin_again(client)
@@ -214,7 +224,7 @@ class RequestStream:
         lane = self._lanes[client.index]
         self._lanes[client.index] = Lane(client)
         for request in reversed(lane.open.values()):
-            self._load.give_back(client.index, self._cost(request))
+            self._give_back(client, request)
             self._waiting.appendleft(request)
         for peeking in lane.peeks.values():
             peeking.add([])  # these rows have no tokens any more
@@ -222,7 +232,7 @@ class RequestStream:
     def _send_waiting(self) -> None:
         while self._waiting and (room := self._engines_with_room()):
             request = self._waiting[0]
-            engine = self._load.take(self._cost(request), self._candidates(request, room))
+            engine = self._take(request, self._candidates(request, room))
             self._last = (request.group, engine)
             message = replace(
                 self._message,
@@ -239,7 +249,21 @@ class RequestStream:
                 lane.open[number] = self._waiting.popleft()
                 lane.num_rows += request.num_completions
             if lane.client.lost is not None:
-                self._load.give_back(engine, self._cost(request))
+                self._give_back(lane.client, request)
+
+    def _take(self, request: Request, candidates: list[int]) -> int:
+        """Choose the engine of a request; those of the node are chosen by the outstanding tokens of all its ranks."""
+        if self._lanes[candidates[0]].client.is_near:
+            return self._load.take(self._cost(request), candidates)
+        lanes = [self._lanes[index] for index in candidates]
+        # an engine that has made nothing yet is taken to be as fast as the fastest
+        fastest = max(lane.speed for lane in lanes) or 1.0
+        lane = min(lanes, key=lambda lane: lane.num_rows / (lane.speed or fastest))
+        return lane.client.index
+
+    def _give_back(self, client: EngineClient, request: Request) -> None:
+        if client.is_near:
+            self._load.give_back(client.index, self._cost(request))
 
     def _send_peeks(self) -> None:
         while self._asked:
@@ -252,8 +276,11 @@ class RequestStream:
             peeking.end_if_complete()
 
     def _engines_with_room(self) -> list[int]:
+        """Return the engines of this node that have room or, if none of them has, the other ones."""
         free = [lane.client for lane in self._lanes if lane.num_rows < self._window]
-        return [client.index for client in free if client.lost is None]
+        free = [client for client in free if client.lost is None]
+        near = [client.index for client in free if client.is_near]
+        return near or [client.index for client in free]
 
     def _candidates(self, request: Request, room: list[int]) -> list[int]:
         """Return the engine of the group's request before, which has computed its prompt, if it has room."""
@@ -287,8 +314,10 @@ class RequestStream:
         client.checked(reply)  # before the request is closed: a lost one begins again
         request = lane.open.pop(number)
         lane.num_rows -= request.num_completions
-        self._load.give_back(client.index, self._cost(request))
-        return request, client.rows(reply)
+        self._give_back(client, request)
+        rows = client.rows(reply)
+        lane.num_made += sum(len(row.tokens) for row in rows)
+        return request, rows
 
     def _rows_so_far(self, client: EngineClient, reply: Message) -> list[tuple[Request, Rollout]]:
         """Return the rows in an answer to `Peek`; those that ended before it are no longer open."""
@@ -302,7 +331,7 @@ class RequestStream:
         self._selector.close()
         for lane in self._lanes:
             for request_id, request in lane.open.items():
-                self._load.give_back(lane.client.index, self._cost(request))
+                self._give_back(lane.client, request)
                 lane.client.unanswered.discard(request_id)
             lane.open.clear()
         self._waiting.clear()

@@ -74,8 +74,9 @@ class RankContext:
         Raises:
             `ConfigurationError`: if no node has an engine, or if those of other nodes need a secret.
         """
-        check_engines(self.topology, self._num_gpus)
-        if self.topology.has_remote_engines:
+        if not self.settings.remote_engines:
+            check_engines(self.topology, self._num_gpus)
+        if self.opens_port:
             pool_secret()
 
     def _check(self) -> EngineDevices:
@@ -100,9 +101,19 @@ class RankContext:
         return bool(self.devices.per_engine)
 
     @property
-    def sends_weights(self) -> bool:
-        """Return whether this rank is the one that sends the weights to the engines of its node."""
-        return self.topology.is_local_main and self.has_engines
+    def has_agents(self) -> bool:
+        """Return whether engines of agents may join, which pull the weights from the slots of all nodes."""
+        return self.settings.remote_engines is not None
+
+    @property
+    def opens_port(self) -> bool:
+        """Return whether nodes with something to offer to other nodes open a port."""
+        return self.has_agents or self.topology.shares_engines
+
+    @property
+    def needs_slots(self) -> bool:
+        """Return whether the weights go into slots of this node."""
+        return self.has_engines or self.has_agents
 
     def report(self, text: str) -> None:
         """Print a line with this rank's node."""

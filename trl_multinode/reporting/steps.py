@@ -166,7 +166,7 @@ class StepReport:
 
     def _step_times(self, ranks: list[RankNumbers], steps: int) -> StepTimes:
         """Return the slowest rank's seconds per step of an interval."""
-        engines = len(self._host.updates.clocks.seconds)
+        engines = max(1, len(self._host.updates.clocks.seconds))
         slowest = max((rank.rounds for rank in ranks), key=lambda rounds: rounds.engine_busy_s)
         generate_s = max(rank.phases["generate"] for rank in ranks) / steps
         # with rounds ahead a rank measures only its waits; the engines' clocks measure all generation

@@ -92,7 +92,7 @@ class Topology:
         self.first_ranks[:] = [0, *accumulate(node.ranks for node in nodes[:-1])]
 
     @property
-    def has_remote_engines(self) -> bool:
+    def shares_engines(self) -> bool:
         """Return whether the ranks of a node without engines use those of other nodes."""
         return not all(node.engines for node in self.nodes)
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
+import numpy as np
 import torch
 
 from ..errors import WeightSyncError
-from ..wire.messages import TensorSpec
+from ..wire.messages import TensorSpec, WeightVersion
 from .base import OpenedSlots, Slots, SlotSettings
 from .page_lock import PageLock
 
@@ -116,11 +117,20 @@ class HostSlots(Slots):
 
     The file has no name, so nothing is left if the process is killed; only this user can open its descriptor.
 
+    Behind the slots the file has marks, which show agents what they can pull while ranks write.
+    A slot's mark is 0 from before its first byte is written until after its last one; the copy in between releases and
+    takes the interpreter's lock, which keeps this order on every processor.
+
     Args:
         sizes (`Sequence[int]`), settings ([`SlotSettings`]):
             Arguments of [`Slots`].
         place (`Sequence[int]`, *optional*):
             `place` of the local main process's slots, on another rank of its node that writes into the same ones.
+
+    Attributes:
+        marks (`np.ndarray` of shape `(num_slots + 2,)`):
+            Update of the bytes in each slot, 0 while they are written; then update and step of the last update whose
+            buckets are all in their slots. int64, zeros after `close`.
 
     Raises:
         `OSError`: if this process cannot open that file, or finds another one at its place.
@@ -135,14 +145,18 @@ class HostSlots(Slots):
         super().__init__(sizes, settings)
         self.page_lock: PageLock | None = None
         self._ends = tuple(accumulate(-(-size // PAGE) * PAGE for size in sizes))
+        self.marks = np.zeros(len(sizes) + 2, np.int64)
+        file_end = self._ends[-1] + self.marks.nbytes
         self._file = (
             open_same(*place) if place else tempfile.TemporaryFile(dir=SHARED_MEMORY, buffering=0)
         )
         try:
             with explained(sizes, settings.largest):
                 # after `ftruncate`, a write to a full memory would be a SIGBUS
-                os.posix_fallocate(self._file.fileno(), 0, self._ends[-1])
-            self.memory = slots_in(f"/proc/self/fd/{self._file.fileno()}", self._ends)
+                os.posix_fallocate(self._file.fileno(), 0, file_end)
+            path = f"/proc/self/fd/{self._file.fileno()}"
+            *self.memory, marks = slots_in(path, (*self._ends, file_end))
+            self.marks = marks.view(torch.int64).numpy()
             if settings.pin:
                 self._lock_pages()
         except BaseException:
@@ -166,9 +180,24 @@ class HostSlots(Slots):
     def open_for(self, engine: int) -> HostMemory:
         return HostMemory(path_of(os.getpid(), self._file.fileno()), self._ends)
 
+    def view(self, slot: int) -> memoryview:
+        """Return the bytes of a slot."""
+        return memoryview(self.memory[slot][: self.sizes[slot]].numpy())
+
+    def mark(self, slot: int, update: int) -> None:
+        """Record the update of the bytes in a slot; 0: they are being written."""
+        self.marks[slot] = update
+
+    def publish(self, version: WeightVersion) -> None:
+        """Record that every bucket of an update is in its slot."""
+        self.marks[-2:] = 0, version.step
+        self.marks[-2] = version.update
+
     def close(self) -> None:
         super().close()
         if self.page_lock is not None:
             self.page_lock.release()
         self.memory = []
+        # a view would keep the whole file mapped
+        self.marks = np.zeros_like(self.marks)
         self._file.close()

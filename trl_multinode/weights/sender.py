@@ -12,6 +12,7 @@ from ..engine.client import EngineClient
 from ..engine.group import EngineGroup, Posted, answers
 from ..errors import WeightSyncError
 from ..transports.base import Slots
+from ..transports.host_memory import HostSlots
 from ..transports.pieces import Pieces
 from ..transports.signals import WorkerStream
 from ..wire.messages import Done, UpdateWeights
@@ -28,7 +29,7 @@ class BucketSender:
     for a message or a signal.
 
     Args:
-        engines (`EngineGroup`), slots ([`Slots`]), layouts (`list`):
+        engines (`EngineGroup`), slots ([`Slots`]), layouts (`Sequence`):
             Engines of this node on its local main process, else none; the slots that they have opened, and the layout
             of each bucket in its slot.
         timings ([`SyncTimings`]):
@@ -37,7 +38,7 @@ class BucketSender:
             Request to the engines.
         staged (`bool`):
             Whether every bucket has a slot of its own. The engines then get the request after the last one is in its
-            slot, so that they generate until then and need no signals in between.
+            slot, so that they generate until then and need no signals in between. Marks show the buckets to agents.
 
     Attributes:
         done (`list`):
@@ -48,7 +49,7 @@ class BucketSender:
         self,
         engines: EngineGroup,
         slots: Slots,
-        layouts: list,
+        layouts: Sequence,
         timings: SyncTimings,
         update: UpdateWeights,
         staged: bool,
@@ -59,6 +60,7 @@ class BucketSender:
         self._layouts = layouts
         self.update = update
         self._staged = staged
+        self._marked = slots if staged and isinstance(slots, HostSlots) else None
         self.timings = timings
         self._posted: Posted = []
         self._last: Future[None] | None = None  # copy of the bucket before
@@ -75,6 +77,8 @@ class BucketSender:
         if kind is not None:
             self._slots.signals.end()
         elif self._staged:
+            if self._marked is not None:
+                self._marked.publish(self.update.version)
             self._slots.signals.send(len(self._layouts) - 1)
             self._posted = self._engines.post_all(self.update)
 
@@ -102,11 +106,15 @@ class BucketSender:
         slot = index % len(self._slots.memory)
         if not self._staged:
             self._wait_until_taken(index - len(self._slots.memory))
+        if self._marked is not None:
+            self._marked.mark(slot, 0)
         with nullcontext() if on_gpu is None else torch.cuda.stream(self._stream_on(on_gpu)):
             if ready is not None:
                 torch.cuda.current_stream(on_gpu).wait_event(ready)
             with self.timings.stage("copy_s", pieces[0].data.device):
                 self._slots.write(slot, self._layouts[index], pieces)
+        if self._marked is not None:
+            self._marked.mark(slot, self.update.version.update)
         if self._staged:
             return
         self._slots.signals.send(index)

@@ -1,23 +1,22 @@
 """Weight sync: the order of its steps, its four overlapping stages and its version."""
 
-import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ..engine.group import EngineGroup
-from ..errors import MultiNodeError, WeightSyncError
 from ..transports.base import Slots
-from ..wire.messages import EngineTimes, UpdateWeights, WeightVersion
+from ..wire.messages import WeightVersion
 from .buckets import Bucket, slot_layout
 from .sender import BucketSender
+from .slot_updates import SlotUpdates
 from .source import Finish, WeightSource
 from .timings import SyncTimings
 from .transport import Transport
 
 
-class WeightSync:
+class WeightSync(SlotUpdates):
     """Weight sync from the trainer to the engines of this node. Every training rank constructs and calls it.
 
     ```python
@@ -44,16 +43,12 @@ class WeightSync:
             Transport that opens the slots, at the first sync. Default: host memory.
 
     Attributes:
-        in_flight (`bool`):
-            Freeze running completions, which the new weights continue, instead of waiting until none is running.
-        recompute_kv (`bool`):
-            Compute the keys and values of frozen completions again, with the new weights.
+        in_flight (`bool`), recompute_kv (`bool`):
+            As in [`SlotUpdates`].
         takes_turns (`bool`):
             Whether all ranks have opened the slots, so that they take turns if each bucket has one. Equal on all.
     """
 
-    in_flight = False
-    recompute_kv = False
     takes_turns = True
 
     def __init__(
@@ -64,14 +59,9 @@ class WeightSync:
         transport: Transport | None = None,
     ):
         self._source = source
-        self._engines = engines
         self.buckets: list[Bucket] = source.buckets(limit_bytes)
-        self._layouts = [slot_layout(bucket) for bucket in self.buckets]
-        self._transport = transport or Transport()
-        self._slots: Slots | None = None
-        self._times: dict[int, EngineTimes] = {}  # of each engine, at the end of the last update
-        self._loading: BucketSender | None = None  # update that engines may not have committed yet
-        self._in_slots: WeightVersion | None = None  # version of all buckets in the slots
+        layouts = [slot_layout(bucket) for bucket in self.buckets]
+        super().__init__(engines, layouts, transport or Transport())
         self._check_frozen = (
             True  # before the next update; weights that do not change are checked once
         )
@@ -110,50 +100,10 @@ class WeightSync:
         self._check_frozen = False
         return timings
 
-    def settle(self) -> dict[str, float]:
-        """Wait until the engines have committed the last update, and return the seconds of the slowest one by stage.
-
-        Raises:
-            `WeightSyncError` or `EngineError`: if an engine failed to load it.
-        """
-        seconds: dict[str, float] = {}
-        sender, self._loading = self._loading, None
-        if sender is None:
-            return seconds
-        try:
-            sender.wait_for_commit()
-        except MultiNodeError as error:
-            error.add_note(f"It happened in weight {sender.update.version}.")
-            raise
-        for engine, done in sender.done:
-            before = self._times.get(engine.index, EngineTimes())
-            if done.times.clock_s < before.clock_s:  # another process of the same engine
-                before = EngineTimes()
-            self._times[engine.index] = done.times
-            for name in ("load_s", "commit_s", "frozen_s"):
-                value = getattr(done.times, name) - getattr(before, name)
-                seconds[name] = max(seconds.get(name, 0.0), value)
-        return seconds
-
-    @property
-    def staged(self) -> bool:
-        """Whether every bucket has a slot of its own on this node."""
-        return self._transport.staged
-
     def join(self, place: Sequence[int]) -> bool:
         """Open the slots of this node's local main process, on its other ranks; return whether it was possible."""
-        self._slots = self._transport.join(place, self._layouts)
+        self._slots = self._transport.join(place, self.layouts)
         return self._slots is not None
-
-    def _open_slots(self, engines: EngineGroup) -> None:
-        """Open the transport's slots in all engines. While one is lost, new slots are in host memory, and those of a
-        transport that needs all engines are replaced."""
-        lost = any(engine.has_ended for engine in engines)
-        if lost and self._slots is not None and self._slots.needs_all_engines:
-            self.forget_slots()
-        if self._slots is None:
-            open_slots = self._transport.open_on_host if lost else self._transport.open
-            self._slots = open_slots(engines, self._layouts)
 
     def send_again(self, version: WeightVersion, engines: EngineGroup | None) -> SyncTimings:
         """Send all weights of `version` to engines that were started again. A collective of all training ranks.
@@ -170,104 +120,31 @@ class WeightSync:
         slots = None
         if engines:
             self.forget_slots()
-            slots = self._transport.open_on_host(engines, self._layouts)
+            slots = self._transport.open_on_host(engines, self.layouts)
         try:
             return self._send(engines, slots, version, 0)
         finally:
             if slots is not None:
                 slots.close()
 
-    def load_again(self, version: WeightVersion, engines: EngineGroup) -> SyncTimings:
-        """Let engines that were started again load the last update from the slots. Not a collective.
-
-        Before the first update there is nothing to load: that update reaches these engines too.
-
-        Args:
-            version (`WeightVersion`), engines (`EngineGroup`):
-                Arguments of `send_again`.
-
-        Raises:
-            `WeightVersionError`: if an engine's workers committed another version than `version`.
-        """
-        self.settle()
-        if self._slots is not None:
-            self._transport.open_in_workers(self._slots, engines, self._layouts)
-        if self._in_slots is None:
-            return SyncTimings(version=version)
-        if self._in_slots != version:
-            raise WeightSyncError(
-                f"The slots have the weights of {self._in_slots}, expected {version}."
-            )
-        timings = self._send(engines, self._slots, version, 0, gathers=False)
-        timings.add(self.settle())
-        return timings
-
-    def forget_slots(self) -> None:
-        """Make the next `run` open new slots, because an engine without the old ones was started."""
-        if self._slots is not None:
-            self._slots.close()
-        self._slots = self._in_slots = None
-
     def _send(
-        self,
-        engines: EngineGroup | None,
-        slots: Slots | None,
-        version: WeightVersion,
-        first: int,
-        gathers: bool = True,
+        self, engines: EngineGroup | None, slots: Slots | None, version: WeightVersion, first: int
     ) -> SyncTimings:
-        """Gather the buckets from `first` on, unless the slots have them; with `slots`, send them to `engines`."""
-        # before the update begins: the other ranks then wait in their first gathering, so no engine loads anything
-        timings = self._begin_timings(first, version, checks=gathers)
+        """Gather the buckets from `first` on; with `slots`, send them to `engines`."""
+        # before the update begins: the other ranks then wait in their first gathering, so no engine loads anything.
+        # A tensor is checked once, however many ranges it has
+        tensors = {meta.name: meta for bucket in self.buckets[first:] for meta in bucket}
+        self._source.check(list(tensors.values()), version.step, self._check_frozen)
         self.num_gathered = first
-        start = time.perf_counter()
-        staged = self.staged and slots is self._slots
-        sender: BucketSender | None = None
-        try:
-            with ExitStack() as sending:
-                if slots is not None:
-                    update = UpdateWeights(
-                        version=version,
-                        turn=slots.signals.begin(),
-                        first_bucket=first,
-                        in_flight=self.in_flight,
-                        recompute_kv=self.recompute_kv,
-                    )
-                    group = engines or EngineGroup()
-                    self._in_slots = None
-                    sender = sending.enter_context(
-                        BucketSender(group, slots, self._layouts, timings, update, staged)
-                    )
-                if gathers:
-                    self._gather(timings, sender, first)
-        finally:
-            timings.collectives = self._source.gather.across, self._source.gather.within
-            self._source.release()
-        timings.settle()
-        if sender is not None:
-            self._loading = sender
-            if staged:
-                self._in_slots = version
-            else:
-                timings.add(self.settle())
-        timings.total_s = time.perf_counter() - start
-        timings.stream_s = timings.total_s - timings.commit_s
-        return timings
 
-    def _begin_timings(self, first: int, version: WeightVersion, checks: bool) -> SyncTimings:
-        """Return the numbers of an update, and check the weights that are gathered for it."""
-        sent = [meta for bucket in self.buckets[first:] for meta in bucket]
-        if checks:
-            # once, however many ranges they have
-            tensors = {meta.name: meta for meta in sent}
-            self._source.check(list(tensors.values()), version.step, self._check_frozen)
-        num_bytes = sum(meta.num_bytes for meta in sent)
-        return SyncTimings(num_bytes, len(self.buckets) - first, version=version)
+        def fill(timings: SyncTimings, sender: BucketSender | None) -> None:
+            try:
+                self._gather(timings, sender, first)
+            finally:
+                timings.collectives = self._source.gather.across, self._source.gather.within
+                self._source.release()
 
-    def close(self) -> None:
-        """Release the slots, after the last sync. A second call does nothing."""
-        self.forget_slots()
-        self._transport.close()
+        return self._update(engines, slots, version, first, fill)
 
     def _gather(self, timings: SyncTimings, sender: BucketSender | None, first: int) -> None:
         """Gather every bucket from `first` on: while k is put together, k+1 is on the network and k-1 is copied.

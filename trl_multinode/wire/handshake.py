@@ -1,20 +1,20 @@
 """Mutual proof of a pool's secret, with which a TCP connection between nodes begins.
 
     port -> peer   greeting, 32 random bytes
-    peer -> port   length, 32 random bytes, proof, claim
+    peer -> port   length, 32 random bytes, proof, facts
     port -> peer   length, proof, verdict            (a length of 0: the peer's proof is wrong)
 
-A proof is an HMAC-SHA256 over a label of its direction, both random numbers and the claim; that of the port also
-covers its verdict. Each side decodes what the other one says only after the proof. The bytes that follow are neither
-encrypted nor authenticated.
+The facts are texts by name: the run, versions, the port's node, and the service that the peer wants, such as "rows 0"
+for those of engine 0. A proof is an HMAC-SHA256 over a label of its direction, both random numbers and the facts; that
+of the port also covers its verdict. Each side decodes what the other one says only after the proof. The bytes that
+follow are neither encrypted nor authenticated.
 """
 
 import asyncio
 import os
-import random
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -24,26 +24,17 @@ from .connection import LENGTH, MAX_HELLO_BYTES, body_length, receive_body, with
 from .secret import SECRET_FILE, Secret
 from .sockets import notice_cuts, read_exactly
 
-GREETING = b"trl_multinode 1\n"  # number of this form of the handshake
-NONCE_BYTES = PROOF_BYTES = 32
+GREETING = b"trl_multinode 1\n"  # with the number of this form of the handshake
+BYTES = 32  # of a random number and of a proof
 FROM_PEER, FROM_PORT = b"peer", b"port"
+SERVICE = "service"
 LINK_S = 30.0  # silence after which a rank gives a link up; as `heartbeat_timeout`
-LONGEST_PAUSE_S = 0.5  # before another attempt
 
-
-@dataclass(frozen=True)
-class Pool:
-    """Processes that work for one run.
-
-    Attributes:
-        secret (`Secret`):
-            Secret that all of them have.
-        identity (`Mapping[str, str]`):
-            Facts that all of them must agree on, by name: the run, the version of this package.
-    """
-
-    secret: Secret
-    identity: Mapping[str, str]
+Facts = dict[str, str]
+Pool = tuple[Secret, Facts]  # what all processes of a run have: the secret, and facts that must agree
+Verdict = tuple[
+    str, str
+]  # name of a fact that differs, and the port's text; two empty ones: accepted
 
 
 @dataclass(frozen=True)
@@ -58,98 +49,62 @@ class PortAddress:
         return f"the port of node {self.node} ({self.host}, port {self.port})"
 
 
-class Claim(msgspec.Struct, frozen=True):
-    """What a peer wants of a port, and who it believes to have reached."""
-
-    role: str
-    engine: int  # index on the port's node
-    identity: dict[str, str]  # of the pool, with the number of the port's node
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """Answer of a port to a claim."""
-
-    setting: str = ""  # fact that differs; empty: accepted
-    expected: str = ""
-
-
-def identity_at(pool: Pool, node: int) -> dict[str, str]:
-    """Return the facts that a peer and the port of a node must agree on."""
-    return {**pool.identity, "node": str(node)}
-
-
 async def check_peer(
-    stream: socket.socket, secret: Secret, judge: Callable[[Claim], Verdict]
-) -> Claim:
-    """Return what a peer wants that has proved the secret. The port calls it on a socket that does not block.
+    stream: socket.socket, secret: Secret, judge: Callable[[Facts], Verdict]
+) -> str:
+    """Return the service that a peer wants which has proved the secret. The port calls it.
 
     Args:
-        judge (`Callable[[Claim], Verdict]`):
-            Function that compares a claim with what this port has. Only claims with a proof reach it.
+        stream (`socket.socket`):
+            Connection that does not block.
+        judge (`Callable[[Facts], Verdict]`):
+            Function that compares a peer's facts with the port's. Only facts with a proof reach it.
 
     Raises:
-        `PermissionError`: if the proof is wrong, or if the claim is refused.
+        `PermissionError`: if the proof is wrong, or if the verdict refuses the peer.
         `EngineDiedError`, `EOFError`, `OSError`: if no whole proof arrives.
     """
     loop = asyncio.get_running_loop()
-    nonce = os.urandom(NONCE_BYTES)
+    nonce = os.urandom(BYTES)
     await loop.sock_sendall(stream, GREETING + nonce)
     body = bytes(await receive_body(stream, MAX_HELLO_BYTES))
-    theirs, rest = body[:NONCE_BYTES], body[NONCE_BYTES:]
-    proof, claimed = rest[:PROOF_BYTES], rest[PROOF_BYTES:]
-    if not secret.proves(proof, FROM_PEER, nonce + theirs + claimed):
+    theirs, proof, told = body[:BYTES], body[BYTES : 2 * BYTES], body[2 * BYTES :]
+    if not secret.proves(proof, FROM_PEER, nonce + theirs + told):
         await loop.sock_sendall(stream, with_length(b""))
         raise PermissionError("its proof of the secret is wrong")
-    claim = msgspec.msgpack.decode(claimed, type=Claim)
-    verdict = judge(claim)
+    facts = msgspec.msgpack.decode(told, type=Facts)
+    setting, expected = verdict = judge(facts)
     answer = msgspec.msgpack.encode(verdict)
     proven = secret.proof(FROM_PORT, proof + answer) + answer
     await loop.sock_sendall(stream, with_length(proven))
-    if verdict.setting:
-        raise PermissionError(f"its `{verdict.setting}` is not {verdict.expected!r}")
-    return claim
+    if setting:
+        raise PermissionError(f"its `{setting}` is not {expected!r}")
+    return facts[SERVICE]
 
 
 def dial(
-    address: PortAddress, pool: Pool, role: str, engine: int, timeout_s: float
+    address: PortAddress, secret: Secret, facts: Facts, service: str, timeout_s: float
 ) -> socket.socket:
-    """Return a connection to a port, after both sides have proved the secret.
-
-    A port closes connections at once while it has as many without a proof as it takes, so an attempt that it closes is
-    repeated.
+    """Return a connection to a service of a port, after both sides have proved the secret.
 
     Args:
         address (`PortAddress`):
             Port, as its node has published it.
-        pool (`Pool`):
-            Secret and facts of this process.
-        role (`str`), engine (`int`):
-            Service that is wanted.
+        secret (`Secret`), facts (`dict[str, str]`):
+            Secret of the pool, and facts that all its processes must agree on, by name.
+        service (`str`):
+            Name of the service.
         timeout_s (`float`):
-            Limit for all attempts, in seconds.
+            Limit in seconds, once to connect and once for the proofs.
 
     Raises:
-        `ConfigurationError`: if the secrets differ, or if the port refuses the claim by name.
-        `EngineDiedError`, `OSError`: if nothing answers in time, or if another program does.
+        `ConfigurationError`: if the secrets or a fact differ, or if the port lacks the service.
+        `EngineDiedError`, `EOFError`, `OSError`: if nothing answers in time, or if another program does.
     """
-    claim = Claim(role, engine, identity_at(pool, address.node))
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return _attempt(address, pool.secret, claim, deadline)
-        except (EOFError, ConnectionResetError, BrokenPipeError) as error:
-            if time.monotonic() > deadline:
-                raise ConnectionError(
-                    f"{address} closed each connection for {timeout_s:.0f} s"
-                ) from error
-        time.sleep(random.uniform(0.1, 1.0) * LONGEST_PAUSE_S)
-
-
-def _attempt(address: PortAddress, secret: Secret, claim: Claim, deadline: float) -> socket.socket:
-    left_s = max(deadline - time.monotonic(), 0.001)
-    stream = socket.create_connection((address.host, address.port), left_s)
+    facts = {**facts, "node": str(address.node), SERVICE: service}
+    stream = socket.create_connection((address.host, address.port), timeout_s)
     try:
-        _check_verdict(_ask(stream, secret, claim, deadline, address), claim, address)
+        _prove(stream, address, secret, facts, time.monotonic() + timeout_s)
         notice_cuts(stream, LINK_S)
     except BaseException:
         stream.close()
@@ -157,39 +112,28 @@ def _attempt(address: PortAddress, secret: Secret, claim: Claim, deadline: float
     return stream
 
 
-def _ask(
-    stream: socket.socket, secret: Secret, claim: Claim, deadline: float, address: PortAddress
-) -> Verdict:
-    """Send a claim with its proof, and return the port's verdict once it has proved the secret too."""
-    greeting = bytes(read_exactly(stream, len(GREETING) + NONCE_BYTES, deadline))
+def _prove(
+    stream: socket.socket, address: PortAddress, secret: Secret, facts: Facts, deadline: float
+) -> None:
+    greeting = bytes(read_exactly(stream, len(GREETING) + BYTES, deadline))
     if not greeting.startswith(GREETING):
-        raise ConnectionError(f"at the address of {address} another program answers")
-    nonce, claimed = os.urandom(NONCE_BYTES), msgspec.msgpack.encode(claim)
-    proof = secret.proof(FROM_PEER, greeting[len(GREETING) :] + nonce + claimed)
-    stream.sendall(with_length(nonce + proof + claimed))
+        raise ConnectionError("another program answers")
+    nonce, told = os.urandom(BYTES), msgspec.msgpack.encode(facts)
+    proof = secret.proof(FROM_PEER, greeting[len(GREETING) :] + nonce + told)
+    stream.sendall(with_length(nonce + proof + told))
     length = body_length(read_exactly(stream, LENGTH.size, deadline), MAX_HELLO_BYTES)
     answer = bytes(read_exactly(stream, length, deadline))
-    theirs, verdict = answer[:PROOF_BYTES], answer[PROOF_BYTES:]
-    if not secret.proves(theirs, FROM_PORT, proof + verdict):
+    theirs, verdict = answer[:BYTES], answer[BYTES:]
+    setting, expected = SECRET_FILE, "the same on all nodes"
+    if secret.proves(theirs, FROM_PORT, proof + verdict):
+        setting, expected = msgspec.msgpack.decode(verdict, type=Verdict)
+    if setting:
+        got = facts.get(setting)
         raise ConfigurationError(
-            f"{address} has another secret than this process.",
-            setting=SECRET_FILE,
-            cure=f"Give all nodes the same file as `{SECRET_FILE}`.",
+            f"{address} refuses this process: `{setting}` is {got or 'another one'}, expected {expected}.",
+            setting=setting,
+            got=got,
+            expected=expected,
+            cure="Give all nodes of a run the same secret, the same versions and the same run.",
             node=address.node,
         )
-    return msgspec.msgpack.decode(verdict, type=Verdict)
-
-
-def _check_verdict(verdict: Verdict, claim: Claim, address: PortAddress) -> None:
-    if not verdict.setting:
-        return
-    facts = {**claim.identity, "engine": f"{claim.role} {claim.engine}"}
-    got = facts.get(verdict.setting)
-    raise ConfigurationError(
-        f"{address} refuses this process: its `{verdict.setting}` is {got!r}, expected {verdict.expected!r}.",
-        setting=verdict.setting,
-        got=got,
-        expected=verdict.expected,
-        cure="Start all nodes of a run with the same versions and the same run.",
-        node=address.node,
-    )

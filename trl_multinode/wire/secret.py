@@ -9,7 +9,6 @@ from ..errors import ConfigurationError
 SECRET = "TRL_MULTINODE_SECRET"  # noqa: S105 - the name of a variable
 SECRET_FILE = "TRL_MULTINODE_SECRET_FILE"  # noqa: S105
 MIN_BYTES = 16
-CURE = "Make one with `(umask 077; head -c 32 /dev/urandom | base64 > FILE)`, and copy it to every node."
 
 
 class Secret:
@@ -38,50 +37,39 @@ def pool_secret() -> Secret:
     White space around it does not count.
 
     Raises:
-        `ConfigurationError`: if there is none, if it is shorter than 16 bytes, or if another user could have read or
-            written the file.
+        `ConfigurationError`: if there is none, if it is shorter than 16 bytes, or if the file is a link, no regular
+            file, another user's, or open to others.
     """
     path = os.environ.get(SECRET_FILE)
-    setting = SECRET_FILE if path else SECRET
-    key = (_private_content(path) if path else os.fsencode(os.environ.get(SECRET, ""))).strip()
-    if len(key) < MIN_BYTES:
+    try:
+        key = _private_content(path) if path else os.fsencode(os.environ.get(SECRET, ""))
+        key = key.strip()
+        if len(key) < MIN_BYTES:
+            raise PermissionError(f"it has {len(key)} bytes")
+    except OSError as error:
+        setting = SECRET_FILE if path else SECRET
         raise ConfigurationError(
-            f"The secret of `{setting}` has {len(key)} bytes, expected at least {MIN_BYTES}.",
+            f"The secret of the run's nodes, `{setting}`, cannot be used: {error}.",
             setting=setting,
-            got=len(key),
-            expected=MIN_BYTES,
-            cure=CURE,
-        )
+            got=str(error),
+            expected=f"{MIN_BYTES} bytes or more, in a regular file of this user with mode 0600",
+            cure="Make one with `(umask 077; head -c 32 /dev/urandom | base64 > FILE)`, copy it to every node, and "
+            f"set `{SECRET_FILE}` to its path.",
+        ) from None
     return Secret(key)
 
 
 def _private_content(path: str) -> bytes:
-    """Return the content of a file that only this user can read."""
-    try:
-        file = open(path, "rb", opener=_open_plainly)
-    except OSError as error:
-        raise _refusal(path, f"cannot be opened ({error.strerror})") from None
-    with file:
+    with open(path, "rb", opener=_open_plainly) as file:
         found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise _refusal(path, "is no regular file")
-        if found.st_uid != os.geteuid():
-            raise _refusal(path, f"belongs to user {found.st_uid}")
-        if found.st_mode & 0o077:
-            raise _refusal(path, f"is open to other users (mode {stat.S_IMODE(found.st_mode):04o})")
+        is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+        if not is_own or found.st_mode & 0o077:
+            raise PermissionError(
+                f"{path} has mode {stat.filemode(found.st_mode)} and belongs to user {found.st_uid}"
+            )
         return file.read()
 
 
 def _open_plainly(path: str, flags: int) -> int:
     """Open a file that is no link, which may lead to another user's, and do not wait for the writer of a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def _refusal(path: str, fault: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"The file of the secret, {path}, {fault}.",
-        setting=SECRET_FILE,
-        got=fault,
-        expected="a regular file of this user with mode 0600",
-        cure=CURE,
-    )

@@ -1,0 +1,272 @@
+"""Weights of an agent, a machine without ranks: it pulls every update from the slots of the training nodes."""
+
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event
+from typing import cast
+
+import msgspec
+
+from ..engine.group import EngineGroup
+from ..errors import EngineDiedError, PeerFailureError, WeightSyncError
+from ..transports.host_memory import HostSlots
+from ..wire.connection import LENGTH, body_length, with_length
+from ..wire.handshake import LINK_S, Pool, PortAddress, dial
+from ..wire.messages import WeightVersion
+from ..wire.sockets import is_overdue, read_exactly
+from .serving import (
+    WEIGHTS,
+    Answer,
+    AskBucket,
+    AskNews,
+    AskPlan,
+    Head,
+    News,
+    NotYet,
+    Plan,
+    Request,
+    Tail,
+)
+from .slot_updates import SlotUpdates
+from .timings import SyncTimings
+from .transport import Transport
+
+MAX_CORRUPT = 3  # wrong checksums in a row
+PIECE_BYTES = 1 << 20  # of one read, between which the checksum is computed
+LOOK_S = 5.0  # between two answers to a request that has no limit
+
+_decoder = msgspec.msgpack.Decoder(Answer)
+
+
+class TrainingNode:
+    """An agent's connection to the port of a training node. One thread at a time uses it.
+
+    Args:
+        address (`PortAddress`), pool (`Pool`):
+            Port of the node; secret and facts of the run.
+        limit_s (`float`):
+            Seconds without a byte after which the node counts as lost.
+
+    Raises:
+        `ConfigurationError`: if the secrets differ, or if the port refuses the run or a version.
+        `PeerFailureError`: in every method, if the node does not answer or has ended.
+    """
+
+    def __init__(self, address: PortAddress, pool: Pool, limit_s: float):
+        self._address = address
+        self._limit_s = limit_s
+        with self._named():
+            self._stream = dial(address, *pool, WEIGHTS, limit_s)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError, EngineDiedError, msgspec.MsgspecError) as error:
+            overdue = isinstance(error, OSError) and is_overdue(error)
+            what = f"sent nothing for {self._limit_s:.0f} s" if overdue else f"is lost ({error})"
+            raise PeerFailureError(f"{self._address} {what}: no weights come from it.") from error
+
+    def ask(self, request: Request, wait_s: float = 0.0) -> Answer:
+        """Return the answer to a request, for which the node may take `wait_s` longer than for others."""
+        with self._named():
+            self._stream.settimeout(self._limit_s)
+            self._stream.sendall(with_length(msgspec.msgpack.encode(request)))
+            return self._answer(wait_s)
+
+    def _answer(self, wait_s: float = 0.0) -> Answer:
+        deadline = time.monotonic() + wait_s + self._limit_s
+        length = body_length(read_exactly(self._stream, LENGTH.size, deadline))
+        return _decoder.decode(read_exactly(self._stream, length, deadline))
+
+    def plan(self, limit_s: float) -> Plan:
+        """Return the layouts; raise `PeerFailureError` if the node has loaded no model within `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while not isinstance(answer := self.ask(AskPlan(LOOK_S), LOOK_S), Plan):
+            if time.monotonic() > deadline:
+                raise PeerFailureError(f"{self._address} has no weights within {limit_s:.0f} s.")
+        return answer
+
+    def receive(self, bucket: int, update: int, target: memoryview) -> bool:
+        """Receive a bucket of an update; return `False` if the node has a later one, or is writing it.
+
+        Raises:
+            `WeightSyncError`: if the checksum is wrong three times in a row.
+        """
+        for _ in range(MAX_CORRUPT):
+            if cast(Head, self.ask(AskBucket(bucket, update))).update != update:
+                return False
+            with self._named():
+                crc = self._fill(target)
+                expected = cast(Tail, self._answer()).crc
+            if expected is None:
+                return False
+            if expected == crc:
+                return True
+        raise WeightSyncError(
+            f"{self._address} sent bucket {bucket} of update {update} {MAX_CORRUPT} times, each time with another "
+            "checksum than its own. Check the network of both machines."
+        )
+
+    def _fill(self, target: memoryview) -> int:
+        """Receive bytes until the target is full, and return their CRC-32."""
+        crc = 0
+        while target:
+            self._stream.settimeout(self._limit_s)
+            received = self._stream.recv_into(target[:PIECE_BYTES])
+            if not received:
+                raise EOFError("the stream has ended")
+            crc = zlib.crc32(target[:received], crc)
+            target = target[received:]
+        return crc
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class PulledUpdates(SlotUpdates):
+    """Weight updates that an agent pulls from the training nodes into slots of its own, for its engines.
+
+    ```python
+    updates = PulledUpdates(engines, Transport(folder=folder), addresses, pool)
+    while True:
+        if (version := updates.pull(timeout_s=1.0)) is not None:
+            ...                                  # the engines serve it
+    ```
+
+    Bucket k comes from training node k mod n, so all nodes send at once. They write the next update into their slots
+    without waiting for agents: a pull that takes longer than a step begins again.
+
+    Args:
+        engines (`EngineGroup`), transport (`Transport`):
+            Engines of this machine, and the transport to them; it gets a slot for each bucket, in host memory.
+        addresses (`Sequence[PortAddress]`), pool (`Pool`):
+            Ports of the training nodes, in the nodes' order; secret and facts of the run.
+        limit_s (`float`, *optional*, defaults to 30.0):
+            Seconds without a byte of an answer after which a node counts as lost.
+        start_s (`float`, *optional*):
+            Limit for the training nodes to have loaded their model, in seconds. Default: as long as node 0 answers.
+
+    Attributes:
+        version (`WeightVersion`):
+            Version that the engines have committed.
+        timings (`SyncTimings`):
+            Timings of the last update; `gather_s` is the time of the pull.
+
+    Raises:
+        `ConfigurationError`: if the secrets differ, or if a port refuses the run or a version.
+        `PeerFailureError`: if a training node does not answer or has ended.
+        `WeightSyncError`: if this machine has too little shared memory.
+    """
+
+    def __init__(
+        self,
+        engines: EngineGroup,
+        transport: Transport,
+        addresses: Sequence[PortAddress],
+        pool: Pool,
+        limit_s: float = LINK_S,
+        start_s: float = float("inf"),
+    ):
+        self.version = WeightVersion()
+        self.timings = SyncTimings()
+        self._nodes: list[TrainingNode] = []
+        transport.staged = True
+        try:
+            for address in addresses:
+                self._nodes.append(TrainingNode(address, pool, limit_s))
+            super().__init__(engines, self._nodes[0].plan(start_s).layouts, transport)
+            self._open_slots(engines)
+        except BaseException:
+            self._hang_up()
+            raise
+        self._own = cast(HostSlots, self._slots)
+        self._loaded = [0] * len(self.layouts)  # update of each bucket that the engines have
+
+    def pull(self, timeout_s: float) -> WeightVersion | None:
+        """Return the version of the next update once the engines have committed it.
+
+        Args:
+            timeout_s (`float`):
+                Limit for a newer update to appear, in seconds. The pull itself has none, but its bytes must arrive.
+
+        Returns:
+            `WeightVersion`, *optional*: `None` if there is no newer update in time, or if the nodes are writing the
+            next one.
+
+        Raises:
+            `PeerFailureError`: if a training node has ended or is silent; the message names it.
+            `WeightSyncError` or `EngineError`: if a bucket arrives with a wrong checksum three times in a row, or an
+                engine fails to load the update.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            news = self._nodes[0].ask(AskNews(self.version.update, left_s), left_s)
+            if isinstance(news, NotYet):
+                return None
+            assert isinstance(news, News)
+            start = time.perf_counter()
+            if self._pull_buckets(news.updates):
+                break
+        pull_s = time.perf_counter() - start
+        self._load(news)
+        self.timings.gather_s = pull_s
+        return self.version
+
+    def _pull_buckets(self, updates: Sequence[int]) -> bool:
+        """Fill the own slots with each bucket of its update; return `False` if a node has a later one."""
+        own, nodes = self._own, self._nodes
+        self._in_slots = None
+        stop = Event()
+
+        def pull_from(number: int) -> None:
+            for bucket in range(number, len(updates), len(nodes)):
+                if stop.is_set():
+                    return
+                if own.marks[bucket] == updates[bucket]:
+                    continue
+                own.mark(bucket, 0)
+                arrived = False
+                try:
+                    arrived = nodes[number].receive(bucket, updates[bucket], own.view(bucket))
+                finally:
+                    if not arrived:
+                        stop.set()
+                if arrived:
+                    own.mark(bucket, updates[bucket])
+
+        with ThreadPoolExecutor(len(nodes), thread_name_prefix="weight pull") as threads:
+            list(threads.map(pull_from, range(len(nodes))))
+        return not stop.is_set()
+
+    def _load(self, news: News) -> None:
+        """Let the engines load and commit what the own slots have."""
+        first = len(self.layouts)
+        for bucket, update in enumerate(news.updates):
+            if update != self._loaded[bucket]:
+                first = bucket
+                break
+        self.in_flight, self.recompute_kv = news.in_flight, news.recompute_kv
+        self.timings = self._update(self._engines, self._slots, news.version, first)
+        self.timings.add(self.settle())
+        self._loaded = list(news.updates)
+        self.version = news.version
+
+    def load_again(self, version: WeightVersion, engines: EngineGroup) -> SyncTimings:
+        if self._in_slots is None:
+            # a pull of the next update has begun to fill the slots: it sends everything
+            self._loaded = [0] * len(self.layouts)
+        return super().load_again(version, engines)
+
+    def close(self) -> None:
+        """Close the connections, and release the slots. A second call does nothing."""
+        self._hang_up()
+        super().close()
+
+    def _hang_up(self) -> None:
+        for node in self._nodes:
+            node.close()
