@@ -4,7 +4,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from waiting import HANG_S, until
 from multinode_kit.engines import SyncDriver
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.agent import agent as module
+from trl_multinode.agent import finding
 from trl_multinode.engine.agents import AGENTS, POOL_KEY, Agents, Notice, Serve, start_of
 from trl_multinode.engine.node_engines import EnginePlace, NodeEngines
 from trl_multinode.engine.node_port import pool_of_run
@@ -70,7 +71,7 @@ class Run:
         serve = self.serving[number]
         places = [
             EnginePlace(
-                number, index, partial(connect_rows, serve.address, index, 0, self.pool, load)
+                number, index, partial(connect_rows, serve.address, index, 0, *self.pool, load)
             )
             for index in range(serve.engines)
         ]
@@ -90,8 +91,8 @@ def run_of(
     model_folder = folder / f"model-{name}"
     save_without_weights(tiny_qwen2(), tiny_tokenizer(), model_folder)
     start = start_of(settings or settings_of(), model_folder, ranks=2)
-    pool = pool_of_run(name)
-    pool = replace(pool, identity={**pool.identity, **identity})
+    secret, facts = pool_of_run(name)
+    pool = secret, facts | identity
     service = Agents(
         start,
         NODES,
@@ -99,7 +100,7 @@ def run_of(
         lambda number: run.forget(number),
         limit_s,
     )
-    port = Port("127.0.0.1", 0, pool, {(AGENTS, 0): service}, lambda line: run.lines.append(line))
+    port = Port("127.0.0.1", 0, *pool, {AGENTS: service}, lambda line: run.lines.append(line))
     run = Run(port, pool)
     with running(port.serve()):
         store.set(POOL_KEY, msgspec.json.encode(Notice(name, [port.address])).decode())
@@ -124,7 +125,7 @@ def free_port() -> int:
 class Pulled:
     """Stands for the weights that an agent pulls: those of a tiny model, once for each membership."""
 
-    def __init__(self, ports, pool, engines, transport, settings):
+    def __init__(self, engines, transport, ports, pool):
         self._driver = SyncDriver(tiny_qwen2(seed=7), engines, transport=transport)
 
     def pull(self, timeout_s: float):
@@ -152,7 +153,9 @@ class AgentProcess(Rank):
         with (
             mock.patch.object(module, "POLL_S", 0.05),
             mock.patch.object(module, "PULL_S", 0.05),
-            mock.patch.object(module, "pulled_weights", Pulled),
+            mock.patch.object(finding, "ATTEMPT_S", 1.0),
+            mock.patch.object(finding, "CONNECT_S", 0.5),
+            mock.patch.object(module, "PulledUpdates", Pulled),
         ):
             raise SystemExit(main(self._words))
 
