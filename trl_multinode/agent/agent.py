@@ -57,8 +57,8 @@ class Agent:
 
     Args:
         flags (`argparse.Namespace`):
-            Flags of `trl-multinode engines`: `join`, a host and a port; `engine_gpus`, `tp` and `num_engines`, or `None`
-            for all GPUs, the run's setting and as many as fit; the folder `logs`.
+            Flags of `trl-multinode engines`: `join`, a host and a port; `engine_gpus`, `tp` and `num_engines`, or
+            `None` for all GPUs, the run's setting and as many as fit; the folder `logs`.
 
     Raises:
         `ConfigurationError`: if the secret, the GPUs, vLLM or the flags cannot work.
