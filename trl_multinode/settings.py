@@ -116,8 +116,8 @@ class Settings:
     remote_engines: Annotated[int | None, Number(least=0, most=4096), "no engines of agents"] = (
         setting(
             None,
-            "Engines of agents (`trl-multinode engines --join`) that must serve before the first round; more may join at "
-            "any time. Each node opens a port for them, which needs a secret. See docs/operate/beyond.md.",
+            "Engines of agents (`trl-multinode engines --join`) that must serve before the first round; more may join "
+            "at any time. Each node opens a port for them, which needs a secret. See docs/operate/beyond.md.",
         )
     )
     engine_kwargs: dict[str, Any] | str | None = setting(

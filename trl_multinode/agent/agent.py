@@ -1,16 +1,16 @@
 """An agent: it waits for a run, serves it with its engines until the run ends, and waits for the next one."""
 
+import argparse
 import os
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from torch.distributed import HashStore
@@ -19,18 +19,18 @@ from ..engine.agents import Notice, Start
 from ..engine.fleet import SHOWN, EngineFleet
 from ..engine.node_engines import NodeEngines
 from ..engine.node_port import pool_of_run
+from ..engine.restarts import EngineRestarts
 from ..engine.settings import EngineSettings, check_vllm
 from ..errors import EngineError, MultiNodeError, PeerFailureError, WeightSyncError
-from ..node_settings import NodeSettings
 from ..run.endings.exit_codes import code_of
 from ..run.gpu_variables import check_accelerator, check_gpu_variables
 from ..run.phase_file import PhaseFile
 from ..run.reporter import report
 from ..run.topology import EngineDevices, Topology, assign_engines, shape_of
 from ..run.watch.watchdog import Watchdog
+from ..weights.pulling import PulledUpdates
 from ..weights.transport import Transport
-from ..wire.handshake import Pool, PortAddress
-from ..wire.messages import WeightVersion
+from ..wire.handshake import Pool
 from ..wire.secret import pool_secret
 from ..wire.stop_signals import preempt_signals
 from .finding import notice_at
@@ -52,79 +52,24 @@ class AgentPlace(Topology):
         return f"engines on {socket.gethostname()}"
 
 
-class PulledWeights(Protocol):
-    """Weights of the engines, as an agent sees them."""
-
-    def pull(self, timeout_s: float) -> WeightVersion | None: ...
-
-    def close(self) -> None: ...
-
-
-def pulled_weights(
-    ports: Sequence[PortAddress],
-    pool: Pool,
-    engines: NodeEngines,
-    transport: Transport,
-    settings: NodeSettings,
-) -> PulledWeights:
-    """Return the object that pulls updates from the ports of the training nodes, and lets the engines load them."""
-    from ..weights.pulling import PulledUpdates
-
-    return PulledUpdates(engines, transport, ports, pool)
-
-
-@dataclass(frozen=True)
-class AgentSettings:
-    """Settings of an agent.
-
-    Args:
-        address (`tuple[str, int]`):
-            Host and port of the store of a run: its `main_process_ip` and `main_process_port`.
-        gpus (`Sequence[int]`, *optional*):
-            Indices of GPUs for engines among the visible ones. Default: all.
-        tensor_parallel_size (`int`, *optional*):
-            GPUs per engine. Default: that of the run.
-        num_engines (`int`, *optional*):
-            Number of engines. Default: as many as fit.
-        logs (`Path`):
-            Folder for the logs of the engines.
-    """
-
-    address: tuple[str, int]
-    gpus: Sequence[int] | None
-    tensor_parallel_size: int | None
-    num_engines: int | None
-    logs: Path
-
-    def devices(self, tensor_parallel_size: int, num_gpus: int) -> EngineDevices:
-        """Return the devices of the engines.
-
-        Raises:
-            `ConfigurationError`: if GPUs, engines and tensor parallelism do not fit.
-        """
-        gpus = range(num_gpus) if self.gpus is None else self.gpus
-        size = self.tensor_parallel_size or tensor_parallel_size
-        no_ranks = AgentPlace(0, 1, 0, 0, 0, 1, launched=False)
-        return assign_engines(no_ranks, num_gpus, gpus, self.num_engines, size)
-
-
 class Agent:
     """Owner of the engines of a node without ranks. The main thread of its process makes it.
 
     Args:
-        settings ([`AgentSettings`]):
-            Settings of this agent.
+        flags (`argparse.Namespace`):
+            Flags of `trl-multinode engines`: `join`, a host and a port; `engine_gpus`, `tp` and `num_engines`, or
+            `None` for all GPUs, the run's setting and as many as fit; the folder `logs`.
 
     Raises:
-        `ConfigurationError`: if the GPUs, vLLM or the flags cannot work.
+        `ConfigurationError`: if the secret, the GPUs, vLLM or the flags cannot work.
     """
 
-    def __init__(self, settings: AgentSettings):
+    def __init__(self, flags: argparse.Namespace):
         pool_secret()
         check_vllm()
         check_gpu_variables(os.environ)
-        self._settings = settings
-        settings.devices(1, torch.cuda.device_count())
+        self._flags = flags
+        self._devices(1, torch.cuda.device_count())
         self._watch = Watchdog(AgentPlace(0, 1, 0, 1, 0, 1, launched=False), lambda: "serving")
         # `nohup` lets a process outlive its shell
         if (parent := os.getppid()) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -133,6 +78,13 @@ class Agent:
         self._fleet: EngineFleet | None = None
         self._number = 0  # in the last run
         self._engines: NodeEngines | None = None
+
+    def _devices(self, workers: int, num_gpus: int) -> EngineDevices:
+        """Return the devices of engines with so many workers each, unless a flag has another number."""
+        flags = self._flags
+        gpus = range(num_gpus) if flags.engine_gpus is None else flags.engine_gpus
+        no_ranks = AgentPlace(0, 1, 0, 0, 0, 1, launched=False)
+        return assign_engines(no_ranks, num_gpus, gpus, flags.num_engines, flags.tp or workers)
 
     def close(self) -> None:
         """End the engines."""
@@ -157,17 +109,18 @@ class Agent:
 
     def _join(self) -> tuple[Notice, Pool, socket.socket, Start]:
         """Wait for a run, and join it."""
-        host, port = self._settings.address
-        next_line = begin = time.monotonic()
+        address, begin = self._flags.join, time.monotonic()
+        num_lines = 0
         while True:
-            notice = notice_at(self._settings.address)
+            waited_s = time.monotonic() - begin
+            if waited_s >= num_lines * WAITING_EVERY_S:
+                num_lines += 1
+                report(f"waits for a run at {':'.join(map(str, address))} ({waited_s:.0f} s)")
+            notice = notice_at(address)
             if notice is not None:
                 pool = pool_of_run(notice.run)
                 with suppress(*LEAVES):  # the port of a run that ends, or has not begun
                     return notice, pool, *join(notice.ports[0], pool, self._number)
-            if (now := time.monotonic()) >= next_line:
-                report(f"waits for a run at {host}:{port} ({now - begin:.0f} s)")
-                next_line = now + WAITING_EVERY_S
             time.sleep(POLL_S)
 
     def _serve(self, notice: Notice, pool: Pool, stream: socket.socket, start: Start) -> bool:
@@ -175,24 +128,21 @@ class Agent:
         member = Member(stream, notice.ports[0], pool, start.number, report)
         report(f"node {start.number} of the run {notice.run}")
         with closing(member):
-            settings, devices = self._engine_settings(start)
-            fleet, engines = self._with_engines(settings, start)
-            restarts = fleet.restarts
-            assert restarts is not None
+            settings = self._engine_settings(start)
+            fleet, engines, restarts = self._with_engines(settings, start)
             count = restarts.count
+            node_settings = settings.settings
             transport = Transport(
-                "host",
-                torch.device("cpu"),
-                pin=devices.sender is not None,
-                timeout_s=settings.settings.engine_stall_timeout,
-                workers=[settings.settings.vllm_tensor_parallel_size] * len(engines),
+                pin=settings.devices.sender is not None,
+                folder=fleet.folder,
+                timeout_s=node_settings.engine_stall_timeout,
+                workers=[node_settings.vllm_tensor_parallel_size] * len(engines),
                 report=report,
             )
             try:
-                opened = pulled_weights(notice.ports, pool, engines, transport, settings.settings)
-                with closing(opened) as weights:
+                with closing(PulledUpdates(engines, transport, notice.ports, pool)) as updates:
                     while not member.ended.is_set() and restarts.count == count:
-                        if weights.pull(PULL_S) is not None:
+                        if updates.pull(PULL_S) is not None:
                             slots = min(engine.ready.slots for engine in engines)
                             member.serve(fleet.sockets, slots, engines.max_model_len)
             except LEAVES as error:
@@ -203,43 +153,40 @@ class Agent:
 
     # ---- engines ----------------------------------------------------------------------------------------------------
 
-    def _engine_settings(self, start: Start) -> tuple[EngineSettings, EngineDevices]:
-        """Return the settings of this node's engines for a run, and their devices."""
-        settings, number = start.node_settings, start.number
-        num_gpus = 0
+    def _engine_settings(self, start: Start) -> EngineSettings:
+        """Return the settings of this node's engines for a run."""
+        settings, number, num_gpus = start.node_settings, start.number, 0
         if start.on_gpus:
             num_gpus = torch.cuda.device_count()
             check_accelerator(num_gpus, number, needs="trl-multinode engines")
         workers = settings.vllm_tensor_parallel_size
-        devices = self._settings.devices(workers, num_gpus)
-        own_workers = self._settings.tensor_parallel_size or workers
-        rows = (start.keywords["max_num_seqs"] or workers) // workers
+        devices = self._devices(workers, num_gpus)
+        own_workers = self._flags.tp or workers
         # all ranks of the run may have their rows on this node
         place = AgentPlace(0, 1, 0, start.ranks, number, number + 1, launched=False)
         place.assume(shape_of(place, devices))
+        seed = settings.seed + number * SEEDS_APART
+        # TRL's number is that of one rank's rows times the workers
+        rows = (start.keywords["max_num_seqs"] or workers) // workers
         return EngineSettings(
-            replace(
-                settings,
-                vllm_tensor_parallel_size=own_workers,
-                seed=settings.seed + number * SEEDS_APART,
-            ),
+            replace(settings, vllm_tensor_parallel_size=own_workers, seed=seed),
             place,
             devices,
             getattr(torch, start.dtype),
             start.keywords | {"max_num_seqs": rows * own_workers},
             start.lora_rank,
-        ), devices
+        )
 
     def _with_engines(
         self, settings: EngineSettings, start: Start
-    ) -> tuple[EngineFleet, NodeEngines]:
+    ) -> tuple[EngineFleet, NodeEngines, EngineRestarts]:
         """Return the engines, and wait until they are ready; those of an earlier run stay if nothing differs."""
         if self._fleet is not None and self._differs(self._fleet, settings, start):
             self.close()
         if self._fleet is None:
             self._number = start.number
-            logs = self._settings.logs
-            phases = PhaseFile(logs / "phases", rank=0, node=start.number)
+            logs = self._flags.logs
+            phases = PhaseFile(logs / "phases", 0, start.number)
             self._fleet = EngineFleet(
                 settings.topology,
                 self._watch,
@@ -251,11 +198,13 @@ class Agent:
             )
             self._fleet.start(settings, start.write_model)
             self._engines = self._fleet.connect(settings.window)
-        assert self._engines is not None and self._fleet.restarts is not None
-        while not all(map(self._fleet.restarts.is_ready, range(len(self._engines)))):
+        fleet, engines, restarts = self._fleet, self._engines, self._fleet.restarts
+        assert engines is not None and restarts is not None
+        indices = range(len(engines))
+        while not all(map(restarts.is_ready, indices)):
             time.sleep(POLL_S)
-        self._engines.renew(range(len(self._engines)))
-        return self._fleet, self._engines
+        engines.renew(indices)
+        return fleet, engines, restarts
 
     def _differs(self, fleet: EngineFleet, settings: EngineSettings, start: Start) -> bool:
         """Return whether the engines of a run would start with something else than those that run."""
@@ -269,23 +218,21 @@ class Agent:
         return bool(found)
 
 
-def run(settings: AgentSettings, once: bool) -> int:
+def run(flags: argparse.Namespace) -> int:
     """Serve one run after the other, until a signal or the end of the parent process ends this one.
 
     Args:
-        settings ([`AgentSettings`]):
-            Settings of the agent.
-        once (`bool`):
-            Return after one run.
+        flags (`argparse.Namespace`):
+            Flags as for [`Agent`], and `once`: return after one run.
 
     Returns:
         `int`: 0 after one run, else the code of the error (`run/endings/exit_codes.py`).
     """
     _obey_signals()
     try:
-        with closing(Agent(settings)) as agent:
+        with closing(Agent(flags)) as agent:
             agent.serve_one()
-            while not once:
+            while not flags.once:
                 agent.serve_one()
             return 0
     except (MultiNodeError, OSError) as error:

@@ -181,8 +181,9 @@ class Updates:
             sync.takes_turns = bool(gather.extremes(joined)[0])
         if self._rank.has_agents and not transport.staged:
             raise WeightSyncError(
-                f"{self._rank.topology}: agents pull the weights from a slot for each bucket, and a node has no room for "
-                f"them{f': {reason}' if reason else ''}. Give it more shared memory, or leave `remote_engines` out."
+                f"{self._rank.topology}: agents pull the weights from a slot for each bucket, and a node has no room "
+                f"for them{f': {reason}' if reason else ''}. Give it more shared memory, or leave `remote_engines` "
+                "out."
             )
         if reason is not None:
             self._rank.report(f"training waits until the engines have loaded its weights: {reason}")
