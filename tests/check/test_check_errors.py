@@ -209,6 +209,7 @@ ELSEWHERE = {
         "experimental/server_distillation.py: check_teacher",
         "must_agree.py: refuse",
         "run/owner.py: _refusal",
+        "host/rank.py: check_engines",
         "run/topology.py: check_engines",
         "wire/handshake.py: _prove",
         "wire/secret.py: pool_secret",

@@ -79,7 +79,7 @@ class OneNode(Updates):
         self.lines: list[str] = []
         self.ends: list[str] = []
         self._rank = self.updates = self
-        self.sends_weights = True
+        self.fills_slots, self.has_agents = True, False
         self._agreement = SimpleNamespace(meet=Meeting(self.topology, HashStore()).wait)
         self._presence = SimpleNamespace(activity=SimpleNamespace(synced=False))
         self._fleet = EngineFleet(

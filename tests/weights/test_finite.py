@@ -224,7 +224,6 @@ def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
             _rank=SimpleNamespace(
                 topology=topology,
                 report=told.append,
-                sends_weights=False,
                 fills_slots=False,
                 has_agents=False,
             ),

@@ -274,17 +274,19 @@ def test_a_rank_opens_no_other_file_and_leaves_the_copies_to_the_local_main_proc
 
 
 @pytest.mark.parametrize(
-    ("kind", "ahead", "plan", "expected"),
+    ("kind", "ahead", "agents", "plan", "expected"),
     [
-        ("host", True, SyncPlan(ModuleSource), True),
-        ("host", True, SyncPlan(PeftSource), True),
-        ("host", False, SyncPlan(ModuleSource), False),
-        ("nccl", True, SyncPlan(ModuleSource), False),
-        ("host", True, SyncPlan(AdapterSource, lora_rank=4), False),
+        ("host", True, False, SyncPlan(ModuleSource), True),
+        ("host", True, False, SyncPlan(PeftSource), True),
+        ("host", False, False, SyncPlan(ModuleSource), False),
+        ("nccl", True, False, SyncPlan(ModuleSource), False),
+        ("host", True, False, SyncPlan(AdapterSource, lora_rank=4), False),
+        # agents pull from the slots
+        ("host", False, True, SyncPlan(AdapterSource, lora_rank=4), True),
     ],
 )
-def test_runs_that_generate_ahead_have_a_slot_for_each_bucket(kind, ahead, plan, expected):
-    assert stages(plan, Transport(kind), ahead) is expected
+def test_runs_that_generate_ahead_have_a_slot_for_each_bucket(kind, ahead, agents, plan, expected):
+    assert stages(plan, Transport(kind), ahead, agents) is expected
 
 
 @pytest.mark.parametrize(("left", "staged"), [(1 << 40, True), (1 << 10, False)])
