@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from unittest import mock
 
@@ -20,6 +21,7 @@ from trl_multinode.config import MultiNodeGRPOConfig, NodeFields
 from trl_multinode.engine_keys import fields_in_vllm
 from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode
 from trl_multinode.reporting.setup import report_choices
+from trl_multinode.run.topology import Topology
 from trl_multinode.settings import OF_TRL, Number, Settings, check_value
 
 TRLS_MODES = [{"vllm_mode": "colocate"}, {"vllm_mode": "server"}, {"use_vllm": False}]
@@ -83,11 +85,13 @@ POSITIVE = [
     "save_minutes",
     "call_timeout",
 ]
-COUNTS = ["num_engines", "vllm_tensor_parallel_size"]
+HOST = SimpleNamespace(topology=Topology(0, 1, 0, 1, 0, 1, launched=False))
+COUNTS = ["vllm_tensor_parallel_size"]
 Row = tuple[dict[str, Any], str, Any]
 REFUSED_FIELDS: list[Row] = [  # fields of the config, the setting that is named, its value
     *(({name: value}, name, value) for name in POSITIVE for value in (0, -1.5)),
     *(({name: value}, name, value) for name in COUNTS for value in (0, -2)),
+    ({"num_engines": -1}, "num_engines", -1),
     ({"logprob_divergence_limit": -0.1}, "logprob_divergence_limit", -0.1),
     ({"engine_kwargs": {"dtype": "bfloat61"}}, "dtype", "bfloat61"),
     ({"vllm_mode": "nodes"}, "vllm_mode", "nodes"),
@@ -481,7 +485,7 @@ def test_in_flight_all_rows_or_none_have_images_where_weights_are_sharded(tmp_pa
         for works in (some.select([0]), some.select([1])):
             check_in_flight(args, works)
         check_in_flight(one_ahead, some)
-    check(refusal(check_call, None, args, {"model": "no/such/model", "train_dataset": some.to_iterable_dataset()}),
+    check(refusal(check_call, HOST, args, {"model": "no/such/model", "train_dataset": some.to_iterable_dataset()}),
           "max_staleness")  # fmt: skip
 
 

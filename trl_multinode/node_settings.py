@@ -136,6 +136,15 @@ def check_settings(args: Any) -> None:
             got=settings.save_minutes,
             cure="Set it, or use `save_steps`.",
         )
+    if settings.remote_engines is not None and settings.weight_transport in ("ipc", "nccl"):
+        raise ConfigurationError(
+            f"`remote_engines` needs the weights in host memory, from which agents pull them, and `weight_transport` "
+            f"is {settings.weight_transport!r}.",
+            setting="weight_transport",
+            got=settings.weight_transport,
+            expected="host",
+            cure="Set it to 'host' or 'auto'.",
+        )
     if is_node_mode(args) and getattr(args, "enable_jit_checkpoint", False):
         raise ConfigurationError(
             "`enable_jit_checkpoint` must stay False in node mode: transformers may save after the optimizer "

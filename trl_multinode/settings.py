@@ -113,12 +113,12 @@ class Settings:
         "Engines of each node. A node with 0, or whose ranks train on all of its GPUs, uses the engines of the other "
         "nodes, which needs a secret (docs/operate/security.md).",
     )
-    remote_engines: Annotated[
-        int | None, Number(least=0, most=4096), "no engines of agents"
-    ] = setting(
-        None,
-        "Engines of agents (`trl-multinode engines --join`) that must serve before the first round; more may join at "
-        "any time. Each node opens a port for them, which needs a secret. See docs/operate/beyond.md.",
+    remote_engines: Annotated[int | None, Number(least=0, most=4096), "no engines of agents"] = (
+        setting(
+            None,
+            "Engines of agents (`trl-multinode engines --join`) that must serve before the first round; more may join at "
+            "any time. Each node opens a port for them, which needs a secret. See docs/operate/beyond.md.",
+        )
     )
     engine_kwargs: dict[str, Any] | str | None = setting(
         None,

@@ -78,6 +78,9 @@ class Nodes(LaunchedNodes):
             rank. The launchers still run accelerate's and torchrun's code. `env` must not have other values of
             variables that libraries read when they are imported (`HF_HOME`, `OMP_NUM_THREADS`).
 
+        more_hosts (`int`, *optional*, defaults to `0`):
+            Namespaces without a launch, for processes that a test starts by `enter`.
+
     Raises:
         RuntimeError: `namespaces=True`, but they cannot be made here; the message holds the reason.
     """
@@ -93,6 +96,7 @@ class Nodes(LaunchedNodes):
         deepspeed: Mapping[str, Any] | None = None,
         accelerate: Mapping[str, Any] | None = None,
         forked: bool = False,
+        more_hosts: int = 0,
     ):
         if namespaces and (reason := namespaces_available()):
             raise RuntimeError(
@@ -106,7 +110,7 @@ class Nodes(LaunchedNodes):
         self._forked = forked
         atexit.register(self.close)
         if namespaces:
-            self._network = Namespaces(private.name, num_nodes)
+            self._network = Namespaces(private.name, num_nodes + more_hosts)
         for node in range(num_nodes):
             (private / f"node{node}").mkdir(parents=True, mode=0o700)
 
@@ -115,6 +119,15 @@ class Nodes(LaunchedNodes):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the last launch: its config and logs."""
+        return self._log_folder
+
+    def enter(self, host: int) -> list[str]:
+        """Return the words before a command that is to run on a node or on one of `more_hosts`. Needs namespaces."""
+        return self._links.enter(host, self._private)
 
     # ---- start and wait
 

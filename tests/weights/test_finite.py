@@ -221,7 +221,13 @@ def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
     for rank in (0, 1):
         topology = SimpleNamespace(rank=rank, is_local_main=False)
         updates = SimpleNamespace(
-            _rank=SimpleNamespace(topology=topology, report=told.append),
+            _rank=SimpleNamespace(
+                topology=topology,
+                report=told.append,
+                sends_weights=False,
+                fills_slots=False,
+                has_agents=False,
+            ),
             _sync=SimpleNamespace(run=lambda version: timings, settle=dict, staged=False),
             engines=Engines(), model=model,
             divergence_limit=1.0, clocks=SimpleNamespace(read=lambda *_: None),

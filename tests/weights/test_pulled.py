@@ -2,11 +2,10 @@
 
 import asyncio
 import os
-import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -22,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 from waiting import HANG_S, until
 
 from multinode_kit.models import tiny_qwen2
-from multinode_kit.namespaces import Namespaces, enter_node, namespaces_available
 from trl_multinode.engine.group import EngineGroup
 from trl_multinode.errors import PeerFailureError, WeightSyncError
 from trl_multinode.transports.pieces import Pieces
@@ -312,15 +310,18 @@ def test_an_update_that_overwrites_a_bucket_under_way_is_the_one_that_is_loaded(
         await loop.sock_sendall(stream, data[half:])
 
     engine = Keeper()
-    with numbered() as trainers, on_ports(trainers) as addresses:
-        with agent(addresses, tmp_path, engine) as updates:
-            send(trainers, 1)
-            updates.pull(HANG_S)
-            send(trainers, 2)
-            asked.clear()
-            on_the_way += [None] * whole_before + [overwritten]
-            assert updates.pull(HANG_S) == version(3)
-            assert [digest(engine.tensors)] == sent
+    with (
+        numbered() as trainers,
+        on_ports(trainers) as addresses,
+        agent(addresses, tmp_path, engine) as updates,
+    ):
+        send(trainers, 1)
+        updates.pull(HANG_S)
+        send(trainers, 2)
+        asked.clear()
+        on_the_way += [None] * whole_before + [overwritten]
+        assert updates.pull(HANG_S) == version(3)
+        assert [digest(engine.tensors)] == sent
     # an engine gets no part of an update that is not whole
     assert {update for update, _ in engine.loaded} == {1, 3}
     assert sorted(bucket for bucket, update in asked if update == 3) == [2, 3, 4, 5]
@@ -388,22 +389,28 @@ async def flipped(stream: socket.socket, data: memoryview) -> None:
 
 def test_a_flipped_bit_is_pulled_again(on_the_way, asked, tmp_path):
     engine = Keeper()
-    with numbered() as trainers, on_ports(trainers) as addresses:
-        with agent(addresses, tmp_path, engine) as updates:
-            sent = send(trainers, 1)
-            on_the_way += [None, flipped, None, flipped]
-            assert updates.pull(HANG_S) == version(1)
+    with (
+        numbered() as trainers,
+        on_ports(trainers) as addresses,
+        agent(addresses, tmp_path, engine) as updates,
+    ):
+        sent = send(trainers, 1)
+        on_the_way += [None, flipped, None, flipped]
+        assert updates.pull(HANG_S) == version(1)
     assert digest(engine.tensors) == sent and len(asked) == 6 + 2
 
 
 def test_a_node_whose_bytes_are_always_wrong_is_named(on_the_way, asked, tmp_path):
     engine = Keeper()
-    with numbered(1) as trainers, on_ports(trainers) as addresses:
-        with agent(addresses, tmp_path, engine) as updates:
-            send(trainers, 1)
-            on_the_way += [flipped] * 3
-            with pytest.raises(WeightSyncError, match="node 0"):
-                updates.pull(HANG_S)
+    with (
+        numbered(1) as trainers,
+        on_ports(trainers) as addresses,
+        agent(addresses, tmp_path, engine) as updates,
+    ):
+        send(trainers, 1)
+        on_the_way += [flipped] * 3
+        with pytest.raises(WeightSyncError, match="node 0"):
+            updates.pull(HANG_S)
     assert asked == [(0, 1)] * 3 and engine.loaded == []
 
 
@@ -413,13 +420,16 @@ def test_a_node_that_is_silent_in_a_bucket_is_named(on_the_way, tmp_path):
         await asyncio.sleep(HANG_S)
 
     engine = Keeper()
-    with numbered(1) as (first,), numbered(2) as (_, second):
-        with on_ports([first, second]) as addresses:
-            with agent(addresses, tmp_path, engine, limit_s=0.5) as updates:
-                send([first, second], 1)
-                on_the_way += [half] * 2
-                with pytest.raises(PeerFailureError, match="node [01]"):
-                    updates.pull(HANG_S)
+    with (
+        numbered(1) as (first,),
+        numbered(2) as (_, second),
+        on_ports([first, second]) as addresses,
+    ):
+        with agent(addresses, tmp_path, engine, limit_s=0.5) as updates:
+            send([first, second], 1)
+            on_the_way += [half] * 2
+            with pytest.raises(PeerFailureError, match="node [01]"):
+                updates.pull(HANG_S)
     assert engine.loaded == []
 
 
@@ -452,10 +462,13 @@ def test_a_node_that_dies_in_a_bucket_is_named(on_the_way, tmp_path):
 def test_a_node_that_cannot_be_reached_is_named(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         nowhere = PortAddress(1, *listener.getsockname())
-    with numbered(1) as trainers, on_ports(trainers) as addresses:
-        with pytest.raises(PeerFailureError, match="node 1"):
-            with agent([*addresses, nowhere], tmp_path, Keeper()):
-                pass
+    with (
+        numbered(1) as trainers,
+        on_ports(trainers) as addresses,
+        pytest.raises(PeerFailureError, match="node 1"),
+    ):
+        with agent([*addresses, nowhere], tmp_path, Keeper()):
+            pass
 
 
 def test_a_node_without_a_model_is_waited_for_until_the_limit(tmp_path):

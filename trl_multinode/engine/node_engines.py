@@ -3,6 +3,8 @@
 Nothing in here is a collective. The engines are those of the rank's node or, if it has none, those of all other nodes.
 """
 
+import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from .group import EngineGroup
 from .load import EngineLoad
 from .stream import Request, RequestStream
 
+AGENT_POLL_S = 0.5  # between two looks for an agent, by a rank without engines
 CONNECT_AGAIN_S = 5.0  # limit for a connection to an engine that was started again and is ready
 
 
@@ -76,6 +79,10 @@ class NodeEngines(EngineGroup):
         recover (`Callable[[], None]`, *optional*):
             Function that returns when lost engines serve again. `generate` calls it when no engine is left; without it
             `generate` raises the error of the first engine that was lost.
+        find_more (`Callable[[], bool]`):
+            Function that connects to the engines of agents that have joined, and returns whether there are any.
+        context (`int`):
+            Context length of engines that have not joined yet, in tokens.
     """
 
     def __init__(
@@ -90,6 +97,8 @@ class NodeEngines(EngineGroup):
     ):
         self.tolerant = tolerant
         self.recover: Callable[[], None] | None = None
+        self.find_more: Callable[[], bool] = lambda: False
+        self.context = sys.maxsize
         self._renew_next: set[int] = set()  # engines for `_renew_now`
         self.places = list(places)
         # optimizer step of every weight update that was sent, by its number
@@ -178,8 +187,8 @@ class NodeEngines(EngineGroup):
 
     @property
     def max_model_len(self) -> int:
-        """Context length that every engine has, in tokens."""
-        return min(client.ready.max_model_len for client in self)
+        """Context length that every engine has, or will have, in tokens."""
+        return min((client.ready.max_model_len for client in self), default=self.context)
 
     @property
     def rows_left(self) -> int:
@@ -228,12 +237,15 @@ class NodeEngines(EngineGroup):
 
     def _recover(self) -> None:
         """Wait until an engine serves again, or raise the error of the first one that was lost."""
+        if self.find_more():
+            return
         if self.recover is not None:
             self.recover()
             return
         for client in self:
-            if client.lost is not None:
+            if client.lost is not None and not self.places[client.index].is_of_agent:
                 raise client.lost
+        time.sleep(AGENT_POLL_S)
 
     def open_stream(self, max_tokens: int, sampling: dict) -> RequestStream:
         """Return a stream of requests, which from now on is the only user of these connections.

@@ -89,7 +89,8 @@ class EngineSettings:
     @property
     def _engines(self) -> int:
         """Number of engines that a rank of this node uses: those of its node or, if it has none, all."""
-        return len(self.devices.per_engine) or sum(node.engines for node in self.topology.nodes)
+        every = sum(node.engines for node in self.topology.nodes)
+        return len(self.devices.per_engine) or every or 1  # those of agents are not known yet
 
     @property
     def _ranks(self) -> int:
@@ -98,12 +99,14 @@ class EngineSettings:
             return self.topology.world_size
         without = sum(node.ranks for node in self.topology.nodes if not node.engines)
         every = sum(node.engines for node in self.topology.nodes)
+        if self.settings.remote_engines is not None:  # their ranks use the engines of agents
+            without = 0
         return self.topology.local_world_size + -(-without * self._engines // every)
 
     @property
     def window(self) -> int:
         """Rows that one rank keeps in flight per engine if there are several; one engine gets all rows at once."""
-        if self._engines == 1:
+        if self._engines == 1 and self.settings.remote_engines is None:
             return sys.maxsize
         return max(2, int(self.max_num_seqs * WINDOW_SHARE) // self._ranks)
 

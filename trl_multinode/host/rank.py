@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..engine.settings import check_vllm
+from ..errors import ConfigurationError
 from ..node_settings import NodeSettings
 from ..run.begin import begin_run
 from ..run.disk import as_disk_error, written_folders
@@ -74,8 +75,16 @@ class RankContext:
         Raises:
             `ConfigurationError`: if no node has an engine, or if those of other nodes need a secret.
         """
-        if not self.settings.remote_engines:
+        if not self.has_agents:
             check_engines(self.topology, self._num_gpus)
+        elif self.topology.world_size == 1:
+            raise ConfigurationError(
+                "`remote_engines` needs the store of a launch, in which agents find the run, and a launch of one "
+                "process has none.",
+                setting="remote_engines",
+                got=self.settings.remote_engines,
+                cure="Train with two processes or more, or leave it out.",
+            )
         if self.opens_port:
             pool_secret()
 
@@ -109,6 +118,11 @@ class RankContext:
     def opens_port(self) -> bool:
         """Return whether nodes with something to offer to other nodes open a port."""
         return self.has_agents or self.topology.shares_engines
+
+    @property
+    def fills_slots(self) -> bool:
+        """Return whether this rank is the one that sends the weights of its node."""
+        return self.topology.is_local_main and self.needs_slots
 
     @property
     def needs_slots(self) -> bool:

@@ -5,6 +5,7 @@ ranks. So a rank without an engine brings a request to the next meeting of all r
 weights. The others are in a meeting because they wait there for the slowest rank, before TRL's first collective.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 
 from ..engine.fleet import EngineFleet
-from ..engine.group import answers
-from ..engine.node_engines import NodeEngines
+from ..engine.group import EngineGroup, answers
+from ..engine.node_engines import AGENT_POLL_S, NodeEngines
 from ..engine.restarts import LostEngine, lost_engines
 from ..engine.settings import (
     EngineSettings,
@@ -21,7 +22,8 @@ from ..engine.settings import (
     save_without_weights,
     training_dtype,
 )
-from ..errors import EngineError
+from ..errors import EngineError, WeightSyncError
+from ..run.store import PROGRESS_EVERY_S
 from ..transports.opening import TRANSPORTS
 from ..weights.building import (
     SyncPlan,
@@ -43,6 +45,7 @@ from .agreement import Agreement
 from .engine_clocks import EngineClocks
 from .presence import Presence
 from .rank import RankContext
+from .remote import RemoteEngines
 
 
 class Updates:
@@ -68,6 +71,7 @@ class Updates:
         # sends the weights, after a meeting that asked for them
         self.on_lost: Callable[[], None] = lambda: None
         self._sync: WeightSync | None = None
+        self._remote = RemoteEngines(rank, self._fleet)
         # indices of the engines of this node for which the last meeting asked
         self._renewed: list[int] = []
         presence.work |= {
@@ -120,7 +124,7 @@ class Updates:
 
         Ranks of a node without engines connect to those of the other nodes.
         """
-        rank, settings, has_engines = self._rank, self._rank.settings, self._rank.has_engines
+        rank, settings, topology = self._rank, self._rank.settings, self._rank.topology
         self.model = model  # including its adapter: FSDP2 shards this module, and its forward gathers the shards
         base = base_of(model)
         plan, engine_settings = self._plan(model, keywords)
@@ -128,15 +132,16 @@ class Updates:
         bucket_bytes = int(settings.sync_bucket_mb * 2**20)
         transport = self._transport(engine_settings.see_sender)
         gather = ShardGather(rank.args.device, [node.ranks for node in rank.topology.nodes])
-        transport.staged = stages(plan, transport, bool(settings.max_staleness))
+        transport.staged = stages(plan, transport, bool(settings.max_staleness), rank.has_agents)
         reason = None
         if rank.topology.is_local_main:
-            if has_engines:
+            if rank.needs_slots:
                 reason = reserve_slots(plan, base, self.dtype, gather, bucket_bytes, transport)
-            self._fleet.start(
-                engine_settings, partial(save_without_weights, base, processing_class)
-            )
+            write_model = partial(save_without_weights, base, processing_class)
+            self._fleet.start(engine_settings, write_model)
             transport.folder = self._fleet.folder
+            if rank.opens_port:
+                self._remote.open(engine_settings, write_model, lambda: self._sync)
         self.engines = self._fleet.connect(engine_settings.window)
         if settings.max_staleness or settings.scores_groups:
             window = engine_settings.open_window if settings.in_flight else engine_settings.window
@@ -144,12 +149,20 @@ class Updates:
         plan = checked_with_engines(plan, base, self.engines, settings.lora_sync, gather)
         if plan.reason and rank.topology.rank == 0:
             rank.report(plan.reason)
-        sender = self.engines if rank.sends_weights else None
+        sender = self.engines.own if rank.fills_slots else None
         self._sync = build_sync(
             plan, base, self.dtype, gather, sender, bucket_bytes, transport, rank.topology
         )
         self._sync.in_flight, self._sync.recompute_kv = settings.in_flight, settings.recompute_kv
         self._agree_on_slots(self._sync, transport, gather, reason)
+        if rank.has_agents:
+            config = base.config.get_text_config()
+            self.engines.context = (
+                keywords.get("max_model_length") or config.max_position_embeddings
+            )
+            self.engines.find_more = self.find_agents
+            if topology.rank == 0:
+                self._remote.announce()
         return self.engines
 
     def _agree_on_slots(
@@ -160,9 +173,14 @@ class Updates:
         transport.staged = bool(gather.extremes(wanted)[0])
         if transport.staged:
             place = gather.meet(*transport.reserved_at)
-            needs_none = gather.is_local_main or not self._rank.has_engines
+            needs_none = gather.is_local_main or not self._rank.needs_slots
             joined = needs_none or sync.join(place)
             sync.takes_turns = bool(gather.extremes(joined)[0])
+        if self._rank.has_agents and not transport.staged:
+            raise WeightSyncError(
+                f"{self._rank.topology}: agents pull the weights from a slot for each bucket, and a node has no room for "
+                f"them{f': {reason}' if reason else ''}. Give it more shared memory, or leave `remote_engines` out."
+            )
         if reason is not None:
             self._rank.report(f"training waits until the engines have loaded its weights: {reason}")
         elif wanted and not transport.staged:
@@ -190,6 +208,7 @@ class Updates:
 
     def end(self) -> None:
         """End the engines of this rank, close its connections, and drop all large objects."""
+        self._remote.close()
         self._fleet.close(self.engines)
         for engines in filter(None, (self.engines, self.ahead_engines)):
             engines.close()
@@ -207,6 +226,35 @@ class Updates:
         return divergence_limit(
             settings.logprob_divergence_limit, training_dtype(settings, self.model), self.dtype
         )
+
+    # ---- agents -----------------------------------------------------------------------------------------------------
+
+    def find_agents(self) -> bool:
+        """Connect to the engines of agents that have joined, and return whether there are any. Main thread."""
+        if not self._rank.has_agents or self.engines is None:
+            return False
+        places = self._remote.new_places()
+        for place in places:
+            self.engines.join(place)
+        if places and self.ahead_engines is not None:
+            self.ahead_engines.renew_later((), places)
+        return bool(places)
+
+    def _wait_for_agents(self) -> None:
+        """Wait until `remote_engines` of agents serve; report every 15 s how many do. Only the watch ends the wait."""
+        assert self.engines is not None
+        wanted = self._rank.settings.remote_engines or 0
+        reported = time.monotonic()
+        while True:
+            self.find_agents()
+            others = self.engines[len(self.engines.own) :]
+            serving = sum(not client.has_ended for client in others if not client.is_near)
+            if serving >= wanted:
+                return
+            if time.monotonic() - reported > PROGRESS_EVERY_S:
+                reported = time.monotonic()
+                self._rank.report(f"{serving} of {wanted} engines of agents serve")
+            time.sleep(AGENT_POLL_S)
 
     # ---- meetings ---------------------------------------------------------------------------------------------------
 
@@ -261,8 +309,8 @@ class Updates:
         lost = {(client.index, client.ready.start) for client in (*self.engines.lost, *ahead)}
         found = []
         for client in self.engines:
-            if (client.index, client.ready.start) in lost:
-                place = self.engines.places[client.index]
+            place = self.engines.places[client.index]
+            if (client.index, client.ready.start) in lost and not place.is_of_agent:
                 found.append(LostEngine(place.node, place.index, client.ready.start))
         return found
 
@@ -294,7 +342,7 @@ class Updates:
         It is a collective, unless the slots have all weights.
         """
         assert self._sync is not None and self.engines is not None
-        group = self.engines.serving(self._renewed) if self._rank.sends_weights else None
+        group = self.engines.serving(self._renewed) if self._rank.fills_slots else None
         self._renewed = []
         source = ""
         if not self.slots_have_all:
@@ -345,15 +393,21 @@ class Updates:
         elif self._sync.staged:
             committed = 0  # the engines load it beside training
         # the wait for the replies counts as sync
-        self.clocks.read(
-            answers(self.engines.post_all(Await(min_update=committed))), len(self.engines)
+        asked = EngineGroup(
+            client for client in self.engines if not self.engines.places[client.index].is_of_agent
         )
+        self.clocks.read(answers(asked.post_all(Await(min_update=committed))), len(asked))
         if version.update == 1:
             engines = (
-                self.engines.serving(range(len(self.engines))) if self._rank.sends_weights else None
+                self.engines.serving(range(len(self.engines.own)))
+                if self._rank.fills_slots
+                else None
             )
             probe_engines(self.model, engines, self.divergence_limit, self._rank.topology)
         self._presence.activity.synced = True
+        if version.update == 1 and self._rank.has_agents:
+            with self._rank.phases("restart"):
+                self._wait_for_agents()
         return timings
 
     def send_everything(self) -> None:

@@ -257,6 +257,7 @@ class NodeGeneration:
         Raises:
             `WeightVersionError`, `WeightSyncError` or `EngineError`: see [`WeightSync.run`].
         """
+        self._host.updates.find_agents()
         if self._engines_are_current:
             return
         self.must_sync = True  # until the sync has succeeded
@@ -317,13 +318,17 @@ class NodeGeneration:
             self._engines_are_current or self._host.updates.slots_have_all
         ):
             raise next(client.lost for client in self.engines if client.lost is not None)
-        self._host.updates.expect_after(self.version)
-        # only the connections of the rows in flight have ended
-        if not (lost := self._host.updates.lost_engines()):
-            self._host.updates.ahead_engines.renew_later(range(len(self.engines)))
-            time.sleep(0.1)
-        elif self._host.updates.meet(lost):
-            self._restore()
+        updates = self._host.updates
+        updates.expect_after(self.version)
+        if lost := updates.lost_engines():
+            if updates.meet(lost):
+                self._restore()
+            return
+        # only the connections of the rows in flight have ended, or no agent serves
+        updates.find_agents()
+        if updates.ahead_engines is not None:
+            updates.ahead_engines.renew_later(range(len(self.engines)))
+        time.sleep(0.1)
 
     def _send_weights(self) -> None:
         self.must_sync = True

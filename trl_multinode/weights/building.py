@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..engine.node_engines import NodeEngines
+from ..engine.group import EngineGroup
 from ..errors import ConfigurationError, WeightSyncError
 from ..run.memory import obstacle_to_slots
 from ..run.topology import Topology
@@ -117,17 +117,17 @@ def reserve_slots(
     return reason
 
 
-def stages(plan: SyncPlan, transport: Transport, ahead: bool) -> bool:
+def stages(plan: SyncPlan, transport: Transport, ahead: bool, agents: bool) -> bool:
     """Return whether every bucket should have a slot of its own: training then does not wait for the engines' loads.
 
     Only a run that generates ahead trains meanwhile. A sync of an adapter alone is short, and needs no copy of the
-    base.
+    base. Agents pull every bucket from its slot.
     """
-    return ahead and transport.kind == "host" and not plan.lora_rank
+    return agents or (ahead and transport.kind == "host" and not plan.lora_rank)
 
 
 def checked_with_engines(
-    plan: SyncPlan, base: nn.Module, engines: NodeEngines, lora_sync: str, gather: ShardGather
+    plan: SyncPlan, base: nn.Module, engines: EngineGroup, lora_sync: str, gather: ShardGather
 ) -> SyncPlan:
     """Return the plan, or a merging one if the engines of any node lack LoRA. A collective of all training ranks.
 
@@ -146,7 +146,7 @@ def build_sync(
     base: nn.Module,
     dtype: torch.dtype,
     gather: ShardGather,
-    engines: NodeEngines | None,
+    engines: EngineGroup | None,
     bucket_bytes: int,
     transport: Transport,
     topology: Topology,

@@ -31,7 +31,9 @@ SERVICE = "service"
 LINK_S = 30.0  # silence after which a rank gives a link up; as `heartbeat_timeout`
 
 Facts = dict[str, str]
-Pool = tuple[Secret, Facts]  # what all processes of a run have: the secret, and facts that must agree
+Pool = tuple[
+    Secret, Facts
+]  # what all processes of a run have: the secret, and facts that must agree
 Verdict = tuple[
     str, str
 ]  # name of a fact that differs, and the port's text; two empty ones: accepted

@@ -53,6 +53,8 @@ def make_trainer(
         **settings,
     )
     if "ENGINES_OF_NODES" in os.environ:
+        remote = os.environ.get("REMOTE_ENGINES")
+        args.remote_engines = int(remote) if remote else None
         args.num_engines = int(os.environ["ENGINES_OF_NODES"][int(os.environ["GROUP_RANK"])])
     dataset = Dataset.from_dict({"prompt": prompts})
     return GRPOTrainer(

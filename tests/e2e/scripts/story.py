@@ -1,6 +1,6 @@
 """The life of a run on several nodes, from the first step to the end by force; test_two_nodes.py says what must hold.
 
-Usage: story.py FOLDER [layout|all]. Weight updates: 1, 2 training; 3..7 parity; 8 lies; 9 heals; 10 is lost;
+Usage: story.py FOLDER [layout|parity|all]. Weight updates: 1, 2 training; 3..7 parity; 8 lies; 9 heals; 10 is lost;
 11 heals; 12 has a stale head.
 """
 
@@ -29,7 +29,9 @@ def main() -> None:
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     write_result(folder, "layout", world=WORLD, rows=recorder.rows, losses=losses)
-    if until == "layout":
+    if until == "parity":
+        write_result(folder, "parity", **five_updates(trainer))
+    if until != "all":
         return
     story = {"sharded": [parameter.numel() for parameter in trainer.model.parameters()]}
     story |= isolation(trainer) | parity(trainer) | noticed(trainer) | link_bytes(trainer)
@@ -70,8 +72,9 @@ def sync(trainer) -> None:
 def difference(trainer) -> float:
     """Largest |engine - trainer| log-prob over this rank's rows, checked with one forward on every rank."""
     prompt = [10 + RANK, 20, 30]
+    update = trainer.vllm_generation.version.update
     request = Request(prompt, 4, seed=RANK)
-    rows = trainer.vllm_generation.engines.generate([request], 12, {"ignore_eos": True}, 0)[0]
+    rows = trainer.vllm_generation.engines.generate([request], 12, {"ignore_eos": True}, update)[0]
     ids = torch.tensor([prompt + row.tokens.tolist() for row in rows])
     with torch.no_grad():
         scores = trainer.model(ids).logits[:, 2:-1].log_softmax(-1)
@@ -80,14 +83,20 @@ def difference(trainer) -> float:
     return (got - expected).abs().max().item()
 
 
-def parity(trainer) -> dict:
-    """Before and after 1 and 5 syncs, then with a load that was suppressed, then healed."""
+def five_updates(trainer) -> dict:
+    """Before and after each of 5 syncs."""
     result: dict = {"stale": [], "fresh": []}
     for _ in range(5):
         perturb(trainer.model)
         result["stale"].append(difference(trainer))
         sync(trainer)
         result["fresh"].append(difference(trainer))
+    return result
+
+
+def parity(trainer) -> dict:
+    """Before and after 1 and 5 syncs, then with a load that was suppressed, then healed."""
+    result = five_updates(trainer)
     perturb(trainer.model)
     sync(trainer)  # update 8: lies
     result["suppressed"] = difference(trainer)

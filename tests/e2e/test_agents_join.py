@@ -1,0 +1,86 @@
+"""Engines of agents, on hosts without ranks, serve a run of uneven nodes that have none of their own."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import in_flight_runs
+import pytest
+from waiting import HANG_S, until
+
+from multinode_kit.agents import SECRET_OF_TESTS, running_agent
+from multinode_kit.engines import FAKE, TREE
+from multinode_kit.faults import HOOK, Faults
+from multinode_kit.namespaces import namespaces_available
+from multinode_kit.nodes import Nodes
+
+SCRIPTS = Path(__file__).parent / "scripts"
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
+RANKS = [2, 1]
+WITHOUT = {"ENGINES_OF_NODES": "00", "REMOTE_ENGINES": "1", **SECRET_OF_TESTS}
+
+
+def results(folder: Path, name: str) -> list[dict]:
+    paths = [folder / f"{name}_rank{rank}.json" for rank in range(sum(RANKS))]
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def test_rows_and_losses_are_those_of_a_run_with_engines_of_its_own(tmp_path):
+    own, joined = tmp_path / "own", tmp_path / "joined"
+    engine = {HOOK: FAKE}
+    with Nodes(2, RANKS, folder=own, env=engine | {"ENGINES_OF_NODES": "11"}, forked=True) as nodes:
+        nodes.launch(SCRIPTS / "story.py", str(own), "layout")
+        assert nodes.wait(timeout_s=HANG_S) == [0, 0], nodes.rank_log(0)[-3000:]
+    with Nodes(2, RANKS, folder=joined, env=engine | WITHOUT, forked=True) as nodes:
+        nodes.launch(SCRIPTS / "story.py", str(joined), "layout")
+        with running_agent(nodes, tmp_path / "agent", engine) as agent:
+            assert nodes.wait(timeout_s=HANG_S) == [0, 0], nodes.tails()
+            # it outlives the run, and waits for the next one
+            assert agent.poll() is None
+        assert agent.returncode == 128 + signal.SIGTERM
+    found, expected = results(joined, "layout"), results(own, "layout")
+    assert [rank["rows"] for rank in found] == [rank["rows"] for rank in expected]
+    assert [rank["losses"] for rank in found] == [rank["losses"] for rank in expected]
+    assert len({tuple(ids) for rank in found for _, ids in rank["rows"]}) > 8
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+def test_each_of_five_updates_reaches_the_engine_of_another_host(tmp_path):
+    """With vLLM, on namespaces as hosts: the log-probs are the trainer's after each update, and not before."""
+    if reason := namespaces_available():
+        pytest.skip(reason)
+    engine = {HOOK: TREE}
+    with Nodes(
+        2, RANKS, folder=tmp_path, env=engine | WITHOUT, forked=True, namespaces=True, more_hosts=1
+    ) as nodes:
+        nodes.launch(SCRIPTS / "story.py", str(tmp_path), "parity")
+        with running_agent(nodes, tmp_path / "agent", engine, host=2):
+            assert nodes.wait(timeout_s=HANG_S) == [0, 0], nodes.tails()
+    for rank in results(tmp_path, "parity"):
+        assert min(rank["stale"]) > 0.1 and len(rank["stale"]) == 5
+        assert max(rank["fresh"]) < 1e-3
+
+
+@pytest.mark.nightly
+def test_rows_in_flight_go_on_when_an_agent_is_killed_and_another_one_has_joined(tmp_path):
+    """Every id is trained once, with rows of both agents."""
+    engine = Faults().slow_tokens(0.02).environment(FAKE)
+    job = {"name": "joined", "prompts": 42, "num_train_epochs": 2}
+    with Nodes(2, RANKS, folder=tmp_path, env=engine | WITHOUT, forked=True) as nodes:
+        in_flight_runs.start(nodes, job)
+        with (
+            running_agent(nodes, tmp_path / "first", engine) as first,
+            running_agent(nodes, tmp_path / "second", engine),
+        ):
+            until(lambda: nodes.rank_log(0).count(" serves with ") == 2, nodes.tails)
+            step = nodes.rank_log(0).count("\nstep ")
+            until(lambda: nodes.rank_log(0).count("\nstep ") > step + 1, nodes.tails)
+            os.kill(first.pid, signal.SIGKILL)
+            in_flight_runs.end(nodes)
+    runs = in_flight_runs.results(tmp_path, "joined", sum(RANKS))
+    engines = {engine for run in runs for one in run["rounds"] for engine in one["engines"]}
+    assert engines == {0, 1}
+    rows = in_flight_runs.trained(runs)
+    assert len(rows) == 42 and set(rows.values()) == {2 * in_flight_runs.GROUP}
