@@ -159,6 +159,7 @@ def test_the_end_of_its_parent_ends_an_agent_that_waits(tmp_path):
         until(lambda: not is_running(pid), "the end of the agent")
 
 
+@pytest.mark.fault("agent_lost")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_killed_or_frozen_agent_has_left(store, tmp_path, places, number):
     with run_of(store, tmp_path, limit_s=3.0) as run:
@@ -194,6 +195,7 @@ def test_an_engine_that_dies_is_started_again_and_its_agent_joins_again(store, t
 # ---- refusals
 
 
+@pytest.mark.fault("agent_refused")
 def test_a_run_with_another_secret_is_refused_by_name(store, tmp_path, monkeypatch):
     with run_of(store, tmp_path) as run:
         monkeypatch.setenv(SECRET, "another secret of these tests")
@@ -202,6 +204,7 @@ def test_a_run_with_another_secret_is_refused_by_name(store, tmp_path, monkeypat
     assert not run.serving
 
 
+@pytest.mark.fault("agent_refused")
 @pytest.mark.parametrize("name", ["trl_multinode", "vllm", "run"])
 def test_a_run_with_another_version_or_name_is_refused_by_name(store, tmp_path, name):
     with (
@@ -213,6 +216,7 @@ def test_a_run_with_another_version_or_name_is_refused_by_name(store, tmp_path, 
     assert not run.serving
 
 
+@pytest.mark.fault("agent_refused")
 def test_a_rank_of_another_run_is_refused_by_the_agent(store, tmp_path):
     with run_of(store, tmp_path) as run, agent_of(store.port, tmp_path / "agent"):
         member = run.agent()

@@ -345,6 +345,7 @@ def test_an_engine_that_was_started_again_loads_from_the_agents_slots(
 # ---- updates that come meanwhile ------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("agent_pull")
 @pytest.mark.parametrize("whole_before", [0, 3])
 def test_an_update_that_overwrites_a_bucket_under_way_is_the_one_that_is_loaded(
     whole_before, trainers, addresses, on_the_way, asked, tmp_path
@@ -467,6 +468,7 @@ async def flipped(stream: socket.socket, data: memoryview) -> None:
     await asyncio.get_running_loop().sock_sendall(stream, wrong)
 
 
+@pytest.mark.fault("agent_pull")
 def test_a_flipped_bit_is_pulled_again(trainers, addresses, on_the_way, asked, tmp_path):
     engine = Keeper()
     with (
@@ -492,6 +494,7 @@ def test_a_node_whose_bytes_are_always_wrong_is_named(on_the_way, asked, tmp_pat
     assert asked == [(0, 1)] * 3 and engine.loaded == []
 
 
+@pytest.mark.fault("agent_pull")
 def test_a_node_that_is_silent_in_a_bucket_is_named(on_the_way, tmp_path):
     async def half(stream: socket.socket, data: memoryview) -> None:
         await asyncio.get_running_loop().sock_sendall(stream, data[: len(data) // 2])
@@ -510,6 +513,7 @@ def test_a_node_that_is_silent_in_a_bucket_is_named(on_the_way, tmp_path):
     assert engine.loaded == []
 
 
+@pytest.mark.fault("agent_pull")
 def test_a_node_that_dies_in_a_bucket_is_named(on_the_way, tmp_path):
     def node(number: int) -> None:
         async def die(stream: socket.socket, data: memoryview) -> None:
