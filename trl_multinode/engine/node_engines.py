@@ -256,6 +256,7 @@ class NodeEngines(EngineGroup):
             sampling (`dict`):
                 Keywords of vLLM's `SamplingParams`.
         """
+        self._renew_now()
         self._stream = self._new_stream(max_tokens, sampling)
         return self._stream
 
@@ -264,8 +265,8 @@ class NodeEngines(EngineGroup):
         return RequestStream(self, self._load, self._window, message)
 
     def shutdown(self, timeout_s: float) -> None:
-        """Send `Shutdown` to every engine without waiting for the reply: its owner waits for the process."""
-        for client in self:
+        """Send `Shutdown` to each engine of this node without waiting for a reply: its owner waits for the process."""
+        for client in self.own:
             with suppress(EngineError):  # the engine has ended, or hangs
                 client.shutdown(timeout_s)
 
