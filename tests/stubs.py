@@ -71,6 +71,9 @@ class StubHost:
     def engines_to_restore(self):
         return []
 
+    def find_agents(self):
+        return False
+
     def meet(self, lost=()):
         self.align()
         return False

@@ -301,8 +301,12 @@ def test_where_an_engine_shares_the_gpu_of_a_rank_it_starts_after_the_model(tmp_
     from trl_multinode.host import NodeHost
 
     host = NodeHost.__new__(NodeHost)
+    host.rank = SimpleNamespace(has_engines=True)
     host.topology, host.devices = ALONE, EngineDevices((("0",),), shared_with_training=True)
     host.start_early(lambda: pytest.fail("no outline"), {})
     host.topology = SimpleNamespace(is_local_main=False)
     host.devices = ON_CPU
+    host.start_early(lambda: pytest.fail("no outline"), {})
+    # a node without engines
+    host.rank, host.topology = SimpleNamespace(has_engines=False), ALONE
     host.start_early(lambda: pytest.fail("no outline"), {})

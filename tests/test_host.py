@@ -86,6 +86,7 @@ def test_after_close_nothing_large_is_held():
     rank = SimpleNamespace(watch=watch, topology="node 0, rank 0")
     updates, large = Updates.__new__(Updates), Large()
     updates._rank, updates._fleet = rank, SimpleNamespace(close=lambda engines: None)
+    updates._remote = SimpleNamespace(close=lambda: closed.append("port"))
     updates.engines = SimpleNamespace(close=lambda: closed.append("engines"))
     updates.ahead_engines, updates.model, updates._sync = None, large, large
     closing = Closing(rank, SimpleNamespace(end=lambda: None), updates)
@@ -93,7 +94,7 @@ def test_after_close_nothing_large_is_held():
     for _ in range(2):  # file numbers belong to somebody else by the second time
         closing.close()
     del large
-    assert held() is None and closed == ["engines", "sync"]
+    assert held() is None and closed == ["port", "engines", "sync", "port"]
     with pytest.raises(EngineError, match="node 0, rank 0"):
         updates.sync(None)
 
@@ -190,7 +191,11 @@ def test_an_engine_has_room_for_the_open_rounds_but_not_for_more_than_vllm_can_r
         == 1792
     )
     open_rounds = SimpleNamespace(
-        in_flight=True, max_staleness=3, engine_kwargs={}, vllm_tensor_parallel_size=1
+        in_flight=True,
+        max_staleness=3,
+        engine_kwargs={},
+        vllm_tensor_parallel_size=1,
+        remote_engines=None,
     )
     rows = [
         EngineSettings(open_rounds, NODE_1, ONE_RESERVED, None, {"max_num_seqs": n}).max_num_seqs

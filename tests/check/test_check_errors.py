@@ -102,6 +102,11 @@ CHECKED: dict[str, list[Row]] = {
         Row("save_minutes", ["--save_minutes", "5", "--vllm_mode", "server"]),
         Row("enable_jit_checkpoint", ["--enable_jit_checkpoint", "true"]),
         Row("vllm_mode", ["--vllm_mode", "nodes"]),
+        Row(
+            "weight_transport",
+            ["--remote_engines", "1", "--weight_transport", "nccl"],
+            environ={"TRL_MULTINODE_SECRET": "secret of these tests"},
+        ),
     ],
     "node_settings.py: check_supported": [
         Row("max_staleness", ["--max_staleness", "1"], kind="RLOO")

@@ -9,6 +9,7 @@ from check_kit import CONFIGS, only_problem
 
 from trl_multinode.settings import Number, OneOf, Rule, Settings
 from trl_multinode.tools.check import Batch, check, report
+from trl_multinode.wire.secret import SECRET
 
 quiet_machine, write = check_kit.quiet_machine, check_kit.write
 FOUR_NODES = [str(CONFIGS / "4node.yaml"), "--machine_rank", "2", "--main_process_ip", "node0"]
@@ -268,8 +269,9 @@ def words_of_settings() -> Iterator[tuple[str, list[str], list[str]]]:
 
 @pytest.mark.parametrize(("name", "valid", "invalid"), words_of_settings())
 def test_each_value_of_each_setting_is_checked_and_an_invalid_one_is_named(
-    script, name, valid, invalid
+    script, name, valid, invalid, monkeypatch
 ):
+    monkeypatch.setenv(SECRET, "secret of these tests")
     more = NEEDS.get(name, [])
     launch, problems = check(FOUR_NODES[0], [*FOUR_NODES[1:], script, *more, f"--{name}", *valid])
     assert (problems, launch.script.notes) == ([], ())
