@@ -102,7 +102,7 @@ async def roll_call(nodes: int) -> float:
     calls = [
         rollcall.call(
             place,
-            Hello(rank, f"host{rank}", f"id{rank}", rank + 1, nodes, RANKS, RANKS + 1, versions),
+            Hello(rank, f"host{rank}", f"id{rank}", rank + 1, nodes, [RANKS], RANKS + 1, versions),
         )
         for rank in range(nodes)
     ]

@@ -42,7 +42,7 @@ def launch(machine: Machine, folder: Path, arm: str, model: Path, **options) -> 
     precision: list[str] = []
     own = folder / options.pop("name", arm)
     own.mkdir(parents=True)
-    config = NodesSpec(1, 1, {}, ZERO3).write(own, "127.0.0.1") if machine.rehearsal else CONFIG
+    config = NodesSpec((1,), {}, ZERO3).write(own, "127.0.0.1") if machine.rehearsal else CONFIG
     arguments = [
         "--arm",
         arm,
