@@ -121,6 +121,21 @@ def test_each_agent_has_a_number_and_seeds_of_its_own(store, tmp_path):
 # ---- ends
 
 
+@pytest.fixture(autouse=True)
+def heeded_signals():
+    """Agents heed the signals that `nohup` or a shell around the tests lets every process ignore."""
+    ignored = [
+        number
+        for number in (signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) == signal.SIG_IGN
+    ]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @pytest.fixture
 def places(monkeypatch):
     """A short temporary folder, in which runs of this test have theirs."""
