@@ -27,12 +27,12 @@ def rows(section: str) -> dict[str, str]:
 
 def test_a_run_on_gpus_counts_training_and_reserved_ones(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
-    devices = EngineDevices((("6",), ("7",)), shared_with_training=False)
+    devices = EngineDevices((("6",), ("7",)), shared_with_training=False, sender="0")
     table = rows(run_section(topology_on([NodeShape(7, 2, 2)] * 2), devices, LOGS))
     assert table["Training GPUs"] == "14 (7 per node, H100)"
     assert table["Reserved GPUs"] == "4 (2 per node)"
     assert table["Throughput"].startswith("160.0 tokens/s, 8.9 per device on 18 devices")
-    shared = EngineDevices((("0",),), shared_with_training=True)
+    shared = EngineDevices((("0",),), shared_with_training=True, sender="0")
     nodes = topology_on([NodeShape(7, 1, 0)] * 2)
     table = rows(run_section(nodes, shared, LOGS[:2]))
     assert table["Reserved GPUs"] == "0 (0 per node; engines use training GPUs)"
@@ -43,7 +43,7 @@ def test_a_run_on_gpus_counts_training_and_reserved_ones(monkeypatch):
 
 def test_nodes_that_differ_are_listed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
-    devices = EngineDevices((("7",),), shared_with_training=False)
+    devices = EngineDevices((("7",),), shared_with_training=False, sender="0")
     nodes = topology_on([NodeShape(7, 1, 1), *[NodeShape(8, 0, 0)] * 3])
     table = rows(run_section(nodes, devices, LOGS))
     assert table["Training GPUs"] == "31 (7, 3 x 8 per node, H100)"
