@@ -34,7 +34,7 @@ class EnginePlace:
         connect (`Callable[[float], Connection]`):
             Function that connects to it within a number of seconds.
         is_of_agent (`bool`, *optional*, defaults to `False`):
-            Whether an agent owns it, so that its loss is no loss of the run.
+            An agent owns it, so that its loss is no loss of the run.
     """
 
     node: int

@@ -80,7 +80,8 @@ class Lane:
     @property
     def speed(self) -> float:
         """Tokens per second that this rank has got of the engine so far."""
-        return self.num_made / (time.monotonic() - self.since)
+        # a lane that was made just now has no age on a coarse clock
+        return self.num_made / max(time.monotonic() - self.since, 1e-6)
 
 
 class RequestStream:

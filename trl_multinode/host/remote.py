@@ -1,4 +1,4 @@
-"""What a node offers to other nodes, and the engines of agents that join the run, as one of its ranks sees them."""
+"""Services of a node for other nodes, and the engines of agents that join the run, as one of its ranks sees them."""
 
 import os
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class RemoteEngines:
 
         Args:
             settings (`EngineSettings`), write_model (`Callable[[Path], None]`):
-                What engines start with, on any node.
+                Settings and model folder with which engines start, on any node.
             sync (`Callable[[], SlotUpdates | None]`):
                 Function that returns the weight sync of this rank.
         """
