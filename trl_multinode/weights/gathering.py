@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from ..transports.pieces import Pieces
-from .even_pieces import Cut, pass_on
+from ..wire.messages import TensorRange
+from .even_pieces import pass_on
 from .shards import Shard
 
 PIECE_ALIGNMENT = (
@@ -40,19 +41,24 @@ class ShardGather:
             Device that the process group's backend sends from; shards in host memory are copied to it first.
         nodes (`Sequence[int]`, *optional*):
             Number of training ranks of each node. Default: each rank is a node.
+
+    Attributes:
+        place (`str`):
+            Node and rank, for a message.
     """
 
     def __init__(self, device: torch.device, nodes: Sequence[int] = ()):
         self.buffers = Buffers(device)
         self.across = self.within = 0  # collectives so far, across nodes and within a node
-        distributed = dist.is_available() and dist.is_initialized()
-        self.world: int = dist.get_world_size() if distributed else 1
-        self._rank: int = dist.get_rank() if distributed else 0
-        counts = list(nodes) if nodes and distributed else [1] * self.world
+        rank, self.world = 0, 1
+        if dist.is_initialized():
+            rank, self.world = dist.get_rank(), dist.get_world_size()
+        counts = list(nodes) or [1] * self.world
         starts = [0, *accumulate(counts)]
-        self._node = bisect(starts, self._rank) - 1
-        self._first, self.ranks = starts[self._node], counts[self._node]
-        self.local_rank = self._rank - self._first
+        node = bisect(starts, rank) - 1
+        self.place = f"node {node}, rank {rank}"
+        self._first, self.ranks = starts[node], counts[node]
+        self.local_rank = rank - self._first
         self._nodes, largest = len(counts), max(counts)
         # ranks of each node that all-gather, and the pieces of each: those of the node with the most ranks
         self._crossing = min(counts)
@@ -81,11 +87,6 @@ class ShardGather:
     def num_carried(self) -> int:
         """Number of pieces that this rank sends across nodes; 1 if another rank of its node sends its piece."""
         return self._carried[self.local_rank] if self.local_rank < self._crossing else 1
-
-    @property
-    def place(self) -> str:
-        """Node and rank, for a message."""
-        return f"node {self._node}, rank {self._rank}"
 
     @property
     def is_local_main(self) -> bool:
@@ -239,13 +240,13 @@ class Gathering:
     ):
         self._gather = gather
         self._holder = holder
-        # each shard with the dtype and the cut in which it is sent, and its bytes in a rank's buffer
-        self._parts: list[tuple[Shard, torch.dtype, Cut, slice]] = []
+        # each shard with the dtype and the pieces in which it is sent, and its bytes in a rank's buffer
+        self._parts: list[tuple[Shard, torch.dtype, TensorRange, slice]] = []
         size = 0
         for shard, dtype in zip(shards, dtypes, strict=True):
-            cut = shard.cut(gather.world).for_sending(dtype.itemsize)
-            end = size + cut.elements * dtype.itemsize
-            self._parts.append((shard, dtype, cut, slice(size, end)))
+            sent = shard.sent_as(dtype.itemsize)
+            end = size + (sent.end - sent.first) * dtype.itemsize
+            self._parts.append((shard, dtype, sent, slice(size, end)))
             size = -(-end // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
         size = max(size, PIECE_ALIGNMENT)
         pieces = gather.buffers.take("mine", gather.num_carried * size).view(-1, size)
@@ -257,22 +258,19 @@ class Gathering:
             self._taken["peers"] = self._peers
 
     def _pack(self) -> None:
-        """Copy this rank's pieces into its buffer. A collective if a tensor's pieces become even ones."""
+        """Copy this rank's pieces into its buffer. A collective if a tensor is sent in other pieces than its own."""
         gather = self._gather
-        for shard, dtype, cut, where in self._parts:
-            part = self._mine[where].view(dtype)
-            old = shard.cut(gather.world)
-            moved = shard.passed_on
-            if moved is None and cut != old:
-                moved = old, cut.whole()
-            if moved is None:
-                part[: shard.data.numel()].copy_(shard.data)
+        for shard, dtype, sent, where in self._parts:
+            target = self._mine[where].view(dtype)
+            if sent.elements == shard.cut.elements:
+                own = shard.data[sent.first : sent.end]
+                target[: own.numel()].copy_(own)
+                continue
+            pass_on(shard.data, shard.numel, shard.cut, sent, target)
+            if gather.world > gather.ranks:
+                gather.across += 1
             else:
-                pass_on(shard.data, *moved, part)
-                if gather.world > gather.ranks:
-                    gather.across += 1
-                else:
-                    gather.within += 1
+                gather.within += 1
 
     def wait(self) -> list[Pieces]:
         """Return the bucket's tensors: with data on the holder in every node, empty on the other ranks."""
@@ -284,11 +282,11 @@ class Gathering:
             self.close()  # `collect` has copied these buffers or sent them on
         if every is None:
             empty = self._mine.new_empty(0, 0, 0)
-            return [Pieces(empty, shard.shape) for shard, *_ in self._parts]
+            return [Pieces(empty, shard.sent_shape) for shard, *_ in self._parts]
         if self._gather.gathers_within:
             self._taken["every"] = every
         return [
-            Pieces(_view(every[..., where], dtype), shard.shape)
+            Pieces(_view(every[..., where], dtype), shard.sent_shape)
             for shard, dtype, _, where in self._parts
         ]
 

@@ -6,6 +6,7 @@ Gathering is one of the few collectives; `tests/test_architecture.py` lists them
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -250,7 +251,7 @@ def shards_of(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> dict[int, Shar
         if meta.range is not None:
             check_shape(meta.name, shape_of(tensor), meta.shape)
         if (shard := shard_of(tensor)) is not None:
-            shards[index] = shard if meta.range is None else shard.of_range(meta.range)
+            shards[index] = replace(shard, part=meta.range)
     return shards
 
 
