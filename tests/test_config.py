@@ -437,11 +437,11 @@ def test_groups_that_cannot_be_scored_or_sampled_again_are_refused_with_a_way_ou
 def test_reward_models_and_streams_are_not_sampled_again(tmp_path):
     args, rows = ours(tmp_path), Dataset.from_dict({"prompt": ["a"]})
     call = {"reward_funcs": [len], "train_dataset": rows}
-    streams = call | {"train_dataset": rows.to_iterable_dataset()}
-    check_dynamic_sampling(args, streams | {"reward_funcs": "a/model"})
+    check_dynamic_sampling(args, call | {"reward_funcs": "a/model"})
     args.dynamic_sampling = 8
     check_dynamic_sampling(args, call)
-    check(refusal(check_dynamic_sampling, args, streams), "dynamic_sampling", got="IterableDataset")
+    stream = refusal(check_in_flight, args, rows.to_iterable_dataset())
+    check(stream, "dynamic_sampling", got="IterableDataset")
     for model, name in ("a/model", "a/model"), ([len, torch.nn.Linear(1, 1)], "Linear"):
         refused_model = refusal(check_dynamic_sampling, args, call | {"reward_funcs": model})
         check(refused_model, "dynamic_sampling", got=name)

@@ -244,7 +244,7 @@ def add_model(facts: Facts, args: Any, call: Mapping[str, Any]) -> None:
     """Add the configs of model and adapter, and the contents of tokenizer and chat template."""
     model = call["model"]
     facts.add("model config", without_copies(config_of(model, args).to_dict()))
-    for name, adapter in adapters_of(model, call.get("peft_config")).items():
+    for name, adapter in adapters_of(call).items():
         facts.add(f"adapter {name}", without_copies(adapter.to_dict()))
     tokenizer = call.get("processing_class")
     facts.add_all(tokenizer_files(model) if tokenizer is None else tokenizer_parts(tokenizer))

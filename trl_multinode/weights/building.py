@@ -12,7 +12,7 @@ from ..run.topology import Topology
 from .buckets import slot_layout
 from .gathering import ShardGather
 from .peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
-from .source import ModuleSource
+from .source import ModuleSource, WeightSource
 from .sync import WeightSync
 from .transport import Transport
 from .tying import check_tied_head
@@ -82,14 +82,7 @@ def merged(obstacle: str, lora_sync: str) -> SyncPlan:
     return SyncPlan(PeftSource, reason=reason)
 
 
-def reserve_slots(
-    plan: SyncPlan,
-    base: nn.Module,
-    dtype: torch.dtype,
-    gather: ShardGather,
-    bucket_bytes: int,
-    transport: Transport,
-) -> str | None:
+def reserve_slots(source: WeightSource, bucket_bytes: int, transport: Transport) -> str | None:
     """Reserve the memory of the slots before the engines are ready. Local main process only, and no collective.
 
     If `transport.staged`, every bucket gets a slot of its own; if the node has no memory for that, two slots are
@@ -101,9 +94,7 @@ def reserve_slots(
     Raises:
         `WeightSyncError`: if the node has too little shared memory; the message names the largest tensor and the cure.
     """
-    layouts = [
-        slot_layout(bucket) for bucket in plan.source(base, dtype, gather).buckets(bucket_bytes)
-    ]
+    layouts = [slot_layout(bucket) for bucket in source.buckets(bucket_bytes)]
     reason = None
     if transport.staged:
         try:
@@ -142,10 +133,7 @@ def checked_with_engines(
 
 
 def build_sync(
-    plan: SyncPlan,
-    base: nn.Module,
-    dtype: torch.dtype,
-    gather: ShardGather,
+    source: WeightSource,
     engines: EngineGroup | None,
     bucket_bytes: int,
     transport: Transport,
@@ -156,8 +144,8 @@ def build_sync(
     Raises:
         `ConfigurationError`: if the ranks would send different tensors.
     """
-    sync = WeightSync(plan.source(base, dtype, gather), engines, bucket_bytes, transport)
-    lowest, highest = gather.extremes(sync.plan_crc)
+    sync = WeightSync(source, engines, bucket_bytes, transport)
+    lowest, highest = source.gather.extremes(sync.plan_crc)
     if lowest != highest:
         raise ConfigurationError(
             "the ranks would send different weights (names, shapes or dtypes differ), so their models are "

@@ -84,32 +84,25 @@ class PeftSource(ModuleSource):
             (f"{meta.name.removesuffix('weight')}{name}", parameter, parameter.dtype)
             for meta in bucket
             if meta.name in self._layers
-            for name, parameter in self._layers[meta.name].named_parameters()
-            if "lora_" in name
+            for name, parameter in lora_parameters(self._layers[meta.name])
         ]
 
     def added(self, bucket: Bucket) -> list[nn.Parameter]:
         layers = [self._layers[meta.name] for meta in bucket if meta.name in self._layers]
-        return [parameter for layer in layers for parameter in adapter_parameters(layer)]
+        return [parameter for layer in layers for _, parameter in lora_parameters(layer)]
 
     def as_sent(self, name: str, pieces: Pieces) -> Pieces:
         """Add the layer's active adapters on a copy, as PEFT would merge them. A collective under FSDP2."""
         layer = self._layers.get(name)
         if layer is None or layer.disable_adapters or layer.merged:
             return pieces
-        is_holder = pieces.data.numel() > 0
-        # FSDP2
-        needs_all_ranks = any(
-            hasattr(parameter, "full_tensor") for parameter in adapter_parameters(layer)
-        )
-        if not is_holder and not needs_all_ranks:
-            return pieces
-        active = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
-        deltas = [full(layer.get_delta_weight(adapter)) for adapter in active]
+        # on every rank, because FSDP2 gathers A, B and their product; it takes milliseconds, on all ranks at once
+        active = active_in(layer)
+        deltas = [full(layer.get_delta_weight(name)) for name in active]
         # at most one is DoRA's (Liu et al. 2024, equation 5), which learns the row norms
-        dora = [adapter for adapter in active if is_dora(layer, adapter)]
-        lengths = [full(layer.lora_magnitude_vector[adapter].weight) for adapter in dora]
-        if not is_holder:
+        norms = layer.lora_magnitude_vector
+        lengths = [full(norms[name].weight) for name in active if is_dora(layer, name)]
+        if pieces.data.numel() == 0:
             return pieces
         weight = pieces.copy()
         for delta in deltas:
@@ -231,15 +224,20 @@ def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
+def active_in(layer: Any) -> list[str]:
+    """Return the names of the adapters that are active in a layer, in the same order on every rank."""
+    return [name for name in layer.active_adapters if name in layer.scaling]
+
+
 def active_adapters(layers: Iterable[Any]) -> set[str]:
     """Return the names of the adapters that are active in any of the layers."""
-    return {name for layer in layers for name in layer.active_adapters if name in layer.scaling}
+    return {name for layer in layers for name in active_in(layer)}
 
 
 def lora_rank(model: nn.Module) -> int:
     """Return the largest rank of the active adapters in any layer."""
     layers = lora_layers(model).values()
-    return max(layer.r[name] for layer in layers for name in active_adapters([layer]))
+    return max(layer.r[name] for layer in layers for name in active_in(layer))
 
 
 def check_layer(name: str, module: Any, lora_layer: type[Any]) -> None:
@@ -282,6 +280,6 @@ def base_name(name: str) -> str:
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name.replace(".base_layer.", "."))
 
 
-def adapter_parameters(layer: nn.Module) -> list[nn.Parameter]:
-    """Return the LoRA parameters of a layer."""
-    return [parameter for name, parameter in layer.named_parameters() if "lora_" in name]
+def lora_parameters(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the LoRA parameters of a layer, with their names in it."""
+    return [(name, one) for name, one in layer.named_parameters() if "lora_" in name]
