@@ -1,5 +1,6 @@
 """Choice of the weights that a sync sends, with the reason, and construction of the sync."""
 
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from ..run.memory import obstacle_to_slots
 from ..run.topology import Topology
 from .buckets import slot_layout
 from .gathering import ShardGather
-from .peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
+from .peft_source import AdapterSource, PeftSource, adapter_obstacles, lora_rank
 from .source import ModuleSource, WeightSource
 from .sync import WeightSync
 from .transport import Transport
@@ -55,7 +56,7 @@ def plan_sync(
     check_tied_head(base)
     if lora_sync == "merged":
         return SyncPlan(PeftSource)
-    obstacle = adapter_obstacle(base, dtype, on_gpu)
+    obstacle = next(adapter_obstacles(base, dtype, on_gpu), None)
     return (
         SyncPlan(AdapterSource, lora_rank(base))
         if obstacle is None
@@ -145,7 +146,8 @@ def build_sync(
         `ConfigurationError`: if the ranks would send different tensors.
     """
     sync = WeightSync(source, engines, bucket_bytes, transport)
-    lowest, highest = source.gather.extremes(sync.plan_crc)
+    # equal on two ranks that would gather the same tensors in the same buckets
+    lowest, highest = source.gather.extremes(zlib.crc32(repr(sync.buckets).encode()))
     if lowest != highest:
         raise ConfigurationError(
             "the ranks would send different weights (names, shapes or dtypes differ), so their models are "

@@ -16,7 +16,7 @@ Before both steps, `even_pieces.py` spreads tensors of few rows that FSDP2 shard
 """
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -152,15 +152,10 @@ class ShardGather:
         self.within += 1
         group = self.local_rank % self._crossing
         if self.local_rank != group:
-            _exchange([dist.P2POp(dist.isend, pieces[0], self._first + group, self._within)])
+            self._exchange(dist.isend, [(pieces[0], group)])
             return
         others = range(group + self._crossing, self.ranks, self._crossing)
-        _exchange(
-            [
-                dist.P2POp(dist.irecv, pieces[turn], self._first + local, self._within)
-                for turn, local in enumerate(others, 1)
-            ]
-        )
+        self._exchange(dist.irecv, list(zip(pieces[1:], others, strict=False)))
 
     def collect(self, peers: torch.Tensor, holder: int) -> torch.Tensor | None:
         """Return the pieces of all ranks, `(nodes, ranks of a node, size)`, on local rank `holder`; `None` elsewhere.
@@ -173,20 +168,15 @@ class ShardGather:
         self.within += 1
         if self.local_rank != holder:
             if len(peers):
-                _exchange([dist.P2POp(dist.isend, peers, self._first + holder, self._within)])
+                self._exchange(dist.isend, [(peers, holder)])
             return None
         size = peers.shape[1]
         rows = [self._nodes * carried for carried in self._carried]
         name = "every" if self._order is None else "received"
         every = self.buffers.take(name, sum(rows) * size).view(-1, size)
         groups = every.split(rows)
-        _exchange(
-            [
-                dist.P2POp(dist.irecv, pieces, self._first + local, self._within)
-                for local, pieces in enumerate(groups)
-                if local != holder
-            ]
-        )
+        others = [(pieces, local) for local, pieces in enumerate(groups) if local != holder]
+        self._exchange(dist.irecv, others)
         if holder < self._crossing:
             groups[holder].copy_(peers)
         if self._order is None:
@@ -195,6 +185,14 @@ class ShardGather:
         torch.index_select(every, 0, self._order, out=ordered)
         self.buffers.give_back("received", every)
         return ordered.unsqueeze(0)
+
+    def _exchange(self, operation: Callable, parts: list[tuple[torch.Tensor, int]]) -> None:
+        """Send or receive parts, each to or from a local rank of this node, and wait for them."""
+        operations = [
+            dist.P2POp(operation, part, self._first + local, self._within) for part, local in parts
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
 
     def meet(self, *values: int) -> list[int]:
         """Return the local main process's `values`, once all ranks of the node call this with as many."""
@@ -208,11 +206,6 @@ class ShardGather:
         """Free the memory that buckets reuse, and count from zero."""
         self.across = self.within = 0
         self.buffers.clear()
-
-
-def _exchange(operations: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
 
 
 class Gathering:
@@ -281,9 +274,8 @@ class Gathering:
         if self._gather.gathers_within:
             self.close()  # `collect` has copied these buffers or sent them on
         if every is None:
-            empty = self._mine.new_empty(0, 0, 0)
-            return [Pieces(empty, shard.sent_shape) for shard, *_ in self._parts]
-        if self._gather.gathers_within:
+            every = self._mine.new_empty(0, 0, 0)
+        elif self._gather.gathers_within:
             self._taken["every"] = every
         return [
             Pieces(_view(every[..., where], dtype), shard.sent_shape)
