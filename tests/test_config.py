@@ -142,7 +142,7 @@ def malformed() -> Iterator[tuple[str, Any]]:
         number = next((note for note in notes if isinstance(note, Number)), None)
         values: list[Any] = []
         if alternatives & {int, float}:
-            low = number.above if number.above is not None else number.least - 1
+            low = number.above if number.above > float("-inf") else number.least - 1
             values = [float("nan"), float("inf"), "1", True, [1], low, number.most * 2]
             values += [1.5] if float not in alternatives else []
         elif bool in alternatives:
@@ -177,7 +177,7 @@ def test_the_ends_of_each_range_and_numbers_of_numpy_are_taken():
     for name, hint in (get_type_hints(Settings, include_extras=True) | OF_TRL).items():
         for note in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
             if isinstance(note, Number) and name != "vllm_devices":
-                low = note.least if note.least is not None else 0.5
+                low = note.least if note.least > float("-inf") else 0.5
                 for value in (low, note.most):
                     check_value(name, int(value) if value == int(value) else value, hint)
     check_value("a", np.int64(3), Annotated[int, Number(least=1)])

@@ -20,6 +20,8 @@ from .rollouts.scoring_pool import without_partial
 from .run.reporter import warn
 from .saving.hub import check_push
 
+# All arguments of a trainer, by name
+Call = dict[str, Any]
 # Arguments with which TRL calls a reward function, beside the columns of the dataset that it passes on
 OF_EVERY_REWARD = {
     "prompts",
@@ -41,7 +43,7 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 SENT_ADAPTERS = {"LORA"}
 
 
-def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None:
+def check_call(host: Any, args: TrainingArguments, call: Call) -> None:
     """
     Check that node mode supports a trainer's arguments.
 
@@ -50,7 +52,7 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
             Host of this rank.
         args ([`~transformers.TrainingArguments`]):
             Training arguments of the trainer.
-        call (`dict[str, Any]`):
+        call (`Call`):
             All arguments of the trainer, by name. If `model` is a name, only its config is loaded.
 
     Raises:
@@ -133,7 +135,7 @@ def check_fsdp_version() -> None:
         )  # fmt: skip
 
 
-def check_own_folders(args: TrainingArguments, call: dict[str, Any], num_nodes: int) -> None:
+def check_own_folders(args: TrainingArguments, call: Call, num_nodes: int) -> None:
     """Reject `save_on_each_node` where transformers writes the weights on rank 0 only: no run could resume.
 
     Under ZeRO every rank writes its own part, and PEFT saves an adapter on every process that calls it. Under FSDP2
@@ -225,7 +227,7 @@ def check_in_flight(args: TrainingArguments, dataset: Any) -> None:
         )
 
 
-def check_dynamic_sampling(args: TrainingArguments, call: dict[str, Any]) -> None:
+def check_dynamic_sampling(args: TrainingArguments, call: Call) -> None:
     """Raise `ConfigurationError` if `dynamic_sampling` cannot work with one of the rewards."""
     rewards = rewards_of(call) if NodeSettings.of(args).dynamic_sampling else []
     for reward in rewards:
@@ -273,7 +275,7 @@ def check_dataset(dataset: Any, args: TrainingArguments) -> None:
         )
 
 
-def check_evaluation(args: TrainingArguments, call: dict[str, Any]) -> None:
+def check_evaluation(args: TrainingArguments, call: Call) -> None:
     """Raise `ConfigurationError` if evaluation has no dataset; transformers finds out once the model is loaded."""
     strategy = args.eval_strategy
     if strategy != "no" and call.get("eval_dataset") is None:
@@ -284,7 +286,7 @@ def check_evaluation(args: TrainingArguments, call: dict[str, Any]) -> None:
         )
 
 
-def uneven_evaluations(args: TrainingArguments, call: dict[str, Any]) -> Iterator[str]:
+def uneven_evaluations(args: TrainingArguments, call: Call) -> Iterator[str]:
     """Yield a warning for each dataset of an evaluation whose last batch is not full.
 
     TRL averages `eval_reward` and its other metrics over batches. With several ranks, accelerate fills the last batch
@@ -322,7 +324,7 @@ def _even_evaluation(args: TrainingArguments, rows: int, per_prompt: int) -> str
     return f" A multiple of {prompts} prompts makes all batches equal."
 
 
-def check_rewards(call: dict[str, Any], removes_columns: bool = False) -> None:
+def check_rewards(call: Call, removes_columns: bool = False) -> None:
     """Raise `ConfigurationError` if a reward function lacks a package or a column, or cannot be called as TRL does."""
     functions = [one for one in rewards_of(call) if callable(one)]
     check_math_verify(functions)
@@ -338,7 +340,7 @@ def check_rewards(call: dict[str, Any], removes_columns: bool = False) -> None:
         check_columns(which, dataset, functions, removes_columns)
 
 
-def rewards_of(call: dict[str, Any]) -> list[Any]:
+def rewards_of(call: Call) -> list[Any]:
     """Return the rewards of a trainer: functions, modules and names."""
     rewards = call.get("reward_funcs") or []
     return rewards if isinstance(rewards, list) else [rewards]
@@ -366,7 +368,7 @@ def name_in_trl(reward: Any) -> str:
     )
 
 
-def datasets_of(call: Mapping[str, Any], *arguments: str) -> dict[str, Any]:
+def datasets_of(call: Call, *arguments: str) -> dict[str, Any]:
     """Return the datasets of a trainer by name, those of all arguments by default; one that is missing is `None`."""
     found: dict[str, Any] = {}
     for argument in arguments or ("train_dataset", "eval_dataset"):
@@ -459,7 +461,7 @@ def required(reward: Callable) -> list[str]:
     return [one.name for one in arguments if one.default is one.empty and one.kind in NAMED]
 
 
-def check_model(config: PreTrainedConfig, args: TrainingArguments, call: dict[str, Any]) -> None:
+def check_model(config: PreTrainedConfig, args: TrainingArguments, call: Call) -> None:
     """Raise `ConfigurationError` if the weights cannot be sent or cannot be trained."""
     check_quantization(config, args, call)
     check_heads(config, args.vllm_tensor_parallel_size)
@@ -468,7 +470,7 @@ def check_model(config: PreTrainedConfig, args: TrainingArguments, call: dict[st
     check_trained(call)
 
 
-def check_trained(call: dict[str, Any]) -> None:
+def check_trained(call: Call) -> None:
     """Reject a model without a trained parameter: every step would have a gradient of zero, or fail under ZeRO-3."""
     model = call["model"]
     if (
@@ -531,13 +533,13 @@ def check_quantization(
         )
 
 
-def adapters_of(call: Mapping[str, Any]) -> dict[str, Any]:
+def adapters_of(call: Call) -> dict[str, Any]:
     """Return the configs of the adapters that a trainer's model has or will get, by name."""
     added = call.get("peft_config")
     return {"default": added} if added else getattr(call["model"], "peft_config", {})
 
 
-def check_adapters(call: dict[str, Any]) -> None:
+def check_adapters(call: Call) -> None:
     """Reject PEFT's methods besides LoRA: prompt tuning adds no layer, for example, and engines would not see it."""
     kinds = {
         str(getattr(one.peft_type, "value", one.peft_type)) for one in adapters_of(call).values()
@@ -552,7 +554,7 @@ def check_adapters(call: dict[str, Any]) -> None:
         )
 
 
-def check_dora(args: TrainingArguments, call: dict[str, Any]) -> None:
+def check_dora(args: TrainingArguments, call: Call) -> None:
     """Reject DoRA under ZeRO-3: PEFT 0.21 reads weights outside of their layer's forward, where they are sharded."""
     if zero_stage(args) == 3 and any(
         getattr(one, "use_dora", False) for one in adapters_of(call).values()
