@@ -108,13 +108,16 @@ class Settings:
     ] = setting(
         None,
         "Engines of each node. A node with 0, or whose ranks train on all of its GPUs, uses the engines of the other "
-        "nodes, which needs a secret (docs/operate/security.md).",
+        "nodes, which needs a secret (docs/operate/security.md): token ids and images of its prompts and completions "
+        "then cross the network, not encrypted.",
     )
     remote_engines: Annotated[int | None, Number(least=0, most=4096), "no engines of agents"] = (
         setting(
             None,
             "Engines of agents (`trl-multinode engines --join`) that must serve before the first round; more may join "
-            "at any time. Each node opens a port for them, which needs a secret. See docs/operate/beyond.md.",
+            "at any time. Each node opens a port for them, which needs a secret; token ids and images of prompts and "
+            "completions, config, tokenizer and weights then cross the network, not encrypted. See "
+            "docs/operate/beyond.md.",
         )
     )
     engine_kwargs: dict[str, Any] | str | None = setting(
