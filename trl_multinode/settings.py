@@ -10,7 +10,7 @@ import textwrap
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from math import isfinite
+from math import inf
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from .errors import ConfigurationError
@@ -28,19 +28,16 @@ class Number:
     """Range of a number, with its unit. NaN and infinity are never in it."""
 
     unit: str = ""
-    least: float | None = None
-    above: float | None = None
+    least: float = -inf
+    above: float = -inf
     most: float = MOST
 
     def contains(self, value: float) -> bool:
         """Return whether a value is in the range."""
-        is_low = (self.least is not None and value < self.least) or (
-            self.above is not None and value <= self.above
-        )
-        return isfinite(value) and not is_low and value <= self.most
+        return self.least <= value <= self.most and self.above < value < inf
 
     def __str__(self) -> str:
-        words = f"above {self.above:g}" if self.above is not None else f"at least {self.least:g}"
+        words = f"above {self.above:g}" if self.above > -inf else f"at least {self.least:g}"
         if self.most != MOST:
             most = f"{self.most:g}".replace("e+0", "e").replace("e+", "e")
             words += f" and at most {most}"
