@@ -151,18 +151,16 @@ class RunStore:
 
     def wait_for_readers(self) -> None:
         """Wait until all ranks have read the line, `GRACE_S` at most, because the store ends with its host."""
-        if self.alone or self._is_given_up:
-            return
-        deadline, store = time.monotonic() + GRACE_S, self._store
-        try:
+        deadline, world_size = time.monotonic() + GRACE_S, self._topology.world_size
+
+        def wait(store: Store) -> None:
             store.add("readers", 1)
-            while (
-                time.monotonic() < deadline and store.add("readers", 0) < self._topology.world_size
-            ):
+            while time.monotonic() < deadline and store.add("readers", 0) < world_size:
                 time.sleep(0.1)
             time.sleep(0.3)  # keep the store alive until the last reader has seen the full count
-        except RuntimeError:
-            pass
+
+        if not self.alone:
+            self.lend(wait)
 
     def count_as_reader(self, rank: int) -> None:
         """Count a rank that is dead as a reader, so that no rank waits for it. The neighbours of its node call it."""
@@ -178,8 +176,10 @@ class RunStore:
         store = self._store
         store.delete_key(f"left/{self._topology.rank}")
         store.add(f"opened/{number}", 1)
-        gone = next((key for n in range(number + 1) if store.check([key := f"gone/{n}"])), None)
-        return store.get(gone).decode() if gone is not None else None
+        for gone in [f"gone/{n}" for n in range(number + 1)]:
+            if store.check([gone]):
+                return store.get(gone).decode()
+        return None
 
     def leave(self, how: str) -> None:
         """Note that this rank has no open trainer (`closed`), or that its script has ended well (`ended`)."""
@@ -211,10 +211,6 @@ class RunStore:
         """Return whether no other rank of this node has called this with `key`, also if the store does not respond."""
         count = self.lend(lambda store: store.add(f"warned/{self._topology.node}/{key}", 1))
         return count is None or count == 1
-
-    def all_finished(self) -> bool:
-        """Return `True` if every rank has finished; another rank of the node may then have exited normally."""
-        return self.all_have("done")
 
     def count(self, counter: str) -> None:
         """Add 1 to a counter of ranks."""

@@ -21,7 +21,6 @@ from torch.distributed import Store
 from ..endings.exit_codes import PEER_LOST
 from ..reconnecting import StoreConnection
 from ..reporter import report
-from ..topology import Topology
 from ..watch.watchdog import Watchdog
 from .frames import DISK_WAIT, innermost_frames, work_of
 from .judges import Limits, NodeJudge, RunJudge
@@ -68,12 +67,10 @@ class Beats:
     """Heartbeats of one rank, in the threads of its watchdog.
 
     ```python
-    Beats(topology, watch, Limits(heartbeat_s=30.0, stuck_s=600.0, start_s=900.0), activity)
+    Beats(watch, Limits(heartbeat_s=30.0, stuck_s=600.0, start_s=900.0), activity)
     ```
 
     Args:
-        topology (`Topology`):
-            Topology of this rank.
         watch (`Watchdog`):
             Watchdog of this rank, which ends the run.
         limits (`Limits`):
@@ -82,10 +79,8 @@ class Beats:
             Function that returns what this rank does. It must not wait and not touch a disk.
     """
 
-    def __init__(
-        self, topology: Topology, watch: Watchdog, limits: Limits, activity: Callable[[], Activity]
-    ):
-        self._topology = topology
+    def __init__(self, watch: Watchdog, limits: Limits, activity: Callable[[], Activity]):
+        self._topology = topology = watch.topology
         self._watch = watch
         self._limits = limits
         self._activity = activity
@@ -93,8 +88,8 @@ class Beats:
         self._broken = False
         self._progress = ("", time.monotonic())  # text, time of its last change
         self._last_call = self._last_tick = time.monotonic()
-        self._doing = Activity("set-up", self._last_call, 0)
-        self._written: tuple[Activity | None, float] = (None, 0.0)  # in this rank's slot, and when
+        # in this rank's slot, and when
+        self._written = (Activity("set-up", self._last_call, 0), 0.0)
         self._forgiven = self._last_call  # silence counts from here at the earliest
         self._next_beat = 0.0
         # of silent ranks: work, time at which it last changed
@@ -105,7 +100,6 @@ class Beats:
         )
         if limits.heartbeat_s > 0:
             StoreConnection.limit_s = limits.heartbeat_s
-            watch.of_process.store_limit_s = limits.heartbeat_s
         watch.cleanups.append(self._kill_silent)
         watch.ticks.append(self._write_slot)
         watch.chores.append(self._beat)
@@ -137,7 +131,7 @@ class Beats:
         self._forgiven = now
         self._work.clear()
         if self._run is not None:
-            self._run.forgive(now)
+            self._run.silence.forgive()
 
     def _is_open(self, store: Store) -> bool:
         try:
@@ -158,16 +152,17 @@ class Beats:
         suspended, self._last_tick = now - self._last_tick > SUSPENDED_S, now
         if not self._slots.is_open:
             return
+        doing, at = self._written
         # the main thread may be replacing what this reads; the rank lives all the same
         with suppress(Exception):
-            self._doing = self._activity()
-        if self._doing != self._written[0] or now - self._written[1] > WRITE_EVERY_S or suspended:
-            self._write_doing(now, suspended)
+            doing = self._activity()
+        if doing != self._written[0] or now - at > WRITE_EVERY_S or suspended:
+            self._write_doing(doing, now, suspended)
         self._slots.touch(now)
 
-    def _write_doing(self, now: float, suspended: bool) -> None:
+    def _write_doing(self, doing: Activity, now: float, suspended: bool) -> None:
         """Write all that changes seldom: the activity, the frames, the time of the last progress."""
-        doing, self._written = self._doing, (self._doing, now)
+        self._written = doing, now
         progress = f"{doing.phase} {doing.since} {doing.step} {doing.left} {doing.progress}"
         waits_for_disk = (work_of(os.getpid()) or (0, ""))[1] == DISK_WAIT
         if progress != self._progress[0] or waits_for_disk or suspended:
