@@ -134,9 +134,9 @@ def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
         columns = getattr(dataset, "column_names", None)
         sizes = {"type": type(dataset).__name__, "rows": rows, "columns": columns}
         facts.add(f"`{name}`", sizes)
-    for library, version in local_versions().items():
-        if library in MUST_AGREE:
-            facts.add(f"version of {library}", ".".join(major_minor(version)))
+    versions = local_versions()
+    for library in MUST_AGREE:
+        facts.add(f"version of {library}", ".".join(major_minor(versions[library])))
     facts.add(
         "`dtype` in `engine_kwargs`", NodeSettings.of(args).engine_kwargs.get("dtype", "auto")
     )

@@ -5,12 +5,12 @@ the digests differ, the facts are split into parts by their names, and the meeti
 until they are single facts; their values travel in a last one.
 """
 
-import base64
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote, unquote
 
 from .meeting import Meeting
 from .topology import Topology
@@ -122,10 +122,8 @@ def _values(
             # values are told apart, and a secret is neither sent nor shown
             value = f"(hidden, {digest_of(text)[:4]})" if is_secret(name, text) else shown(text)
             mine.append([one, topology.rank, topology.node, name, value])
-    words = meeting.wait(
-        " ".join(base64.b64encode(json.dumps(value).encode()).decode() for value in mine)
-    )
-    entries = sorted(json.loads(base64.b64decode(word)) for word in words)
+    words = meeting.wait(" ".join(quote(json.dumps(value)) for value in mine))
+    entries = sorted(json.loads(unquote(word)) for word in words)
     names = {where: name for where, *_, name, _ in entries if name}
     nodes = {rank: node for _, rank, node, *_ in entries}
     values: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
