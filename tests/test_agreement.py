@@ -41,7 +41,7 @@ class Host:
         self.rank = SimpleNamespace(check_engines=lambda: None)
 
     def compare(self, facts: Facts) -> list[Disagreement]:
-        return disagreements(self._meeting, self.topology, facts)
+        return disagreements(self._meeting, facts)
 
 
 def compared(
@@ -368,4 +368,4 @@ def test_texts_are_equal_exactly_if_the_values_are():
 
 def test_a_single_process_compares_nothing():
     topology = Topology(0, 1, 0, 1, 0, 1, launched=False)
-    assert disagreements(Meeting(topology, HashStore()), topology, Facts(topology)) == []
+    assert disagreements(Meeting(topology, HashStore()), Facts(topology)) == []

@@ -160,9 +160,9 @@ class StepReport:
         # one split is no advice for nodes that differ
         if host.topology.rank == 0 and len(set(host.topology.nodes)) == 1:
             times = merged(rows, fmean)
-            ahead, in_flight = host.settings.max_staleness > 0, host.settings.in_flight
             shape, count = host.topology.nodes[0], host.topology.num_nodes
-            report(split_advice(times, shape.ranks, shape.reserved, ahead, in_flight, count))
+            staleness = host.settings.max_staleness
+            report(split_advice(times, shape.ranks, shape.reserved, staleness, count))
 
     def _step_times(self, ranks: list[RankNumbers], steps: int) -> StepTimes:
         """Return the slowest rank's seconds per step of an interval."""

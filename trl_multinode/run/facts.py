@@ -53,6 +53,7 @@ class Facts:
     """
 
     def __init__(self, topology: Topology):
+        self.topology = topology
         self.scopes = ("all/", f"node{topology.node}/")
         self.texts: dict[tuple[str, str], str] = {}  # scope, name -> text
 
@@ -77,15 +78,13 @@ class Facts:
         return digest_of(json.dumps(self.part(prefix))) if prefix.startswith(self.scopes) else ""
 
 
-def disagreements(meeting: Meeting, topology: Topology, facts: Facts) -> list[Disagreement]:
+def disagreements(meeting: Meeting, facts: Facts) -> list[Disagreement]:
     """
     Compare the facts of all ranks. Every rank calls it, and gets the same answer.
 
     Args:
         meeting ([`Meeting`]):
             Meeting of all ranks.
-        topology (`Topology`):
-            Topology of this rank.
         facts ([`Facts`]):
             Facts of this rank.
 
@@ -99,7 +98,7 @@ def disagreements(meeting: Meeting, topology: Topology, facts: Facts) -> list[Di
             return []
         # all sets have prefixes of one length
         if len(differing[0].partition("/")[2]) == NAME_DIGITS:
-            return _values(meeting, topology, facts, differing)
+            return _values(meeting, facts, differing)
         sets = [one + digit for one in differing for digit in "0123456789abcdef"]
 
 
@@ -112,10 +111,8 @@ def _differing(words: Iterable[str]) -> list[str]:
     return sorted(one for one, found in digests.items() if len(found) > 1)[:MOST_SETS]
 
 
-def _values(
-    meeting: Meeting, topology: Topology, facts: Facts, sets: Sequence[str]
-) -> list[Disagreement]:
-    mine = []
+def _values(meeting: Meeting, facts: Facts, sets: Sequence[str]) -> list[Disagreement]:
+    mine, topology = [], facts.topology
     for one in sets:
         if one.startswith(facts.scopes):
             name, text = next(iter(facts.part(one)), ("", ABSENT))

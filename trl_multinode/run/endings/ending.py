@@ -83,15 +83,15 @@ class Ending:
             paths.append(Path(also))
         for path in paths:
             with suppress(Exception):
-                write_whole(path, json.dumps(content) + "\n")
+                write_whole(path, content)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        part.write_text(text)
+        part.write_text(json.dumps(content) + "\n")
         os.replace(part, path)
     except OSError:
         part.unlink(missing_ok=True)
