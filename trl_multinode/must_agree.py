@@ -141,12 +141,12 @@ def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
         "`dtype` in `engine_kwargs`", NodeSettings.of(args).engine_kwargs.get("dtype", "auto")
     )
     topology = host.topology
-    facts.add(NODE, str(topology.nodes[topology.node]))
+    facts.add(NODE, topology.nodes[topology.node])
     found = {one.name: one for one in host.agreement.compare(facts)}
     if (of_nodes := found.pop(NODE, None)) is not None:
         topology.learn(
             {
-                rank: NodeShape.parse(text)
+                rank: NodeShape(**json.loads(text))
                 for text, ranks in of_nodes.values.items()
                 for rank in ranks
             }

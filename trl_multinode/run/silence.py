@@ -14,19 +14,17 @@ class Silence:
     def __init__(self, late_s: float):
         self._late_s = late_s
         self._last_look = 0.0
-        # rank or node -> its last sign, and when it was first seen
-        self._seen: dict[int, tuple[str, float]] = {}
+        # rank or node with its last sign -> when this was first seen
+        self._since: dict[tuple[int, str], float] = {}
 
     def forgive(self) -> None:
         """Count all seconds anew from the next look on."""
-        self._seen.clear()
+        self._since.clear()
 
     def look(self, now: float, signs: Mapping[int, str]) -> dict[int, float]:
         """Return the seconds of silence of each rank or node, given its present sign."""
         if now - self._last_look > self._late_s:
             self.forgive()
         self._last_look = now
-        for key, sign in signs.items():
-            if key not in self._seen or self._seen[key][0] != sign:
-                self._seen[key] = sign, now
-        return {key: now - self._seen[key][1] for key in signs}
+        self._since = {sign: self._since.get(sign, now) for sign in signs.items()}
+        return {key: now - since for (key, _), since in self._since.items()}

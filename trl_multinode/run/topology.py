@@ -19,14 +19,6 @@ class NodeShape:
     # GPUs of the engines, none if one is a training GPU; on a CPU each engine is one device
     reserved: int = 1
 
-    @classmethod
-    def parse(cls, text: str) -> "NodeShape":
-        """Return the shape that `str` has written."""
-        return cls(*map(int, text.split()))
-
-    def __str__(self) -> str:
-        return f"{self.ranks} {self.engines} {self.reserved}"
-
 
 @dataclass(frozen=True)
 class Topology:

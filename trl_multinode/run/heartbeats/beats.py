@@ -174,23 +174,19 @@ class Beats:
 
     def _on_duty(self, now: float) -> bool:
         """Return whether this rank is the first one of its node whose heartbeat is fresh."""
-        fresh = [rank for rank, at in self._slots.times().items() if now - at < DUTY_S]
+        fresh = [rank for rank, slot in self._slots.read().items() if now - slot["at"] < DUTY_S]
         return bool(fresh) and min(fresh) == self._topology.rank
 
     def _read_node(self, now: float) -> list[RankState]:
-        times, slots = self._slots.times(), self._slots.read()
-        return [
-            self._state(now, rank, times[rank], slots[rank])
-            for rank in sorted(times.keys() & slots.keys())
-        ]
+        return [self._state(now, rank, slot) for rank, slot in self._slots.read().items()]
 
-    def _state(self, now: float, rank: int, at: float, slot: dict[str, Any]) -> RankState:
-        silent_s = now - max(at, self._forgiven)
+    def _state(self, now: float, rank: int, slot: dict[str, Any]) -> RankState:
+        silent_s = now - max(slot["at"], self._forgiven)
         if silent_s < DUTY_S:
             self._work.pop(rank, None)
             idle_s = silent_s
         else:
-            idle_s = min(silent_s, now - self._worked_at(rank, slot["pid"], at, now))
+            idle_s = min(silent_s, now - self._worked_at(rank, slot["pid"], slot["at"], now))
         unchanged = {one.name: slot[one.name] for one in fields(RankState) if one.name in slot}
         return RankState(
             **unchanged,
@@ -204,13 +200,10 @@ class Beats:
 
     def _worked_at(self, rank: int, pid: int, last_beat: float, now: float) -> float:
         """Return the last time at which a silent rank was seen to work, or to wait for a disk."""
-        found = work_of(pid)
         work, changed = self._work.get(rank, (None, last_beat))
-        if found is not None and found[1] == DISK_WAIT and work is not None:
-            changed = now
-        if found is not None and found[0] != work:
-            changed = last_beat if work is None else now
-        if found is not None:
+        if (found := work_of(pid)) is not None:
+            if work is not None and (found[0] != work or found[1] == DISK_WAIT):
+                changed = now
             self._work[rank] = (found[0], changed)
         return changed
 
@@ -219,10 +212,9 @@ class Beats:
         if self._limits.heartbeat_s <= 0 or not self._slots.is_open:
             return
         now = time.monotonic()
-        slots = self._slots.read()
-        for rank, at in self._slots.times().items():
-            silent_s = now - max(at, self._forgiven)
+        for rank, slot in self._slots.read().items():
+            silent_s = now - max(slot["at"], self._forgiven)
             if rank != self._topology.rank and silent_s > self._limits.heartbeat_s:
                 with suppress(ProcessLookupError):
-                    os.kill(slots[rank]["pid"], signal.SIGKILL)
+                    os.kill(slot["pid"], signal.SIGKILL)
                 self._watch.of_process.store.count_as_reader(rank)

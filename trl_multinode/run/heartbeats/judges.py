@@ -138,7 +138,7 @@ class RunJudge:
     def _silent_node(self, silence: dict[int, float]) -> str | None:
         for node, silent_s in silence.items():
             states = self._states[node]
-            synced = bool(states) and all(state.synced for state in states)
+            synced = all(state.synced for state in states)
             if silent_s > self._limits.silence_s(synced):
                 return self._about_node(node, silent_s, self._limits.setting(synced))
         return None
@@ -148,15 +148,11 @@ class RunJudge:
         if topology.fits:
             ranks = topology.ranks_of(node)
             what += f" (ranks {ranks[0]} to {ranks[-1]})"
-        last = max(self._states[node], key=lambda state: state.same_s, default=None)
-        doing = (
-            f". Its {topology.name_of(last.rank)} was last {last.doing(silent_s)}"
-            if last is not None
-            else ""
-        )
+        last = max(self._states[node], key=lambda state: state.same_s)
         return (
             f"PeerFailureError: {what} has sent no heartbeat for {silent_s:.0f} s ({setting}): the node or all its "
-            f"ranks are stopped or gone, or its link to node 0 is cut{doing}"
+            f"ranks are stopped or gone, or its link to node 0 is cut. Its "
+            f"{topology.name_of(last.rank)} was last {last.doing(silent_s)}"
         )
 
     # ---- runs without progress -----------------------------------------------------------------------------------

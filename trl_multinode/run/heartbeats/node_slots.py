@@ -49,19 +49,19 @@ class NodeSlots(NodeMemory):
         """Write the time of the calling rank's last sign of life, which is all that changes in most calls."""
         self._slots["time"][self._topology.local_rank] = now
 
-    def times(self) -> dict[int, float]:
-        """Return rank -> time of its last sign of life; without the ranks that have not written yet."""
-        found = self._slots["time"].tolist()
-        return {rank: at for rank, at in zip(self._topology.local_ranks, found, strict=True) if at}
+    def read(self) -> dict[int, dict[str, Any]]:
+        """Return rank -> value that it wrote last, and in `at` the time of its last sign of life.
 
-    def read(self) -> dict[int, Any]:
-        """Return rank -> value that it wrote last; without the ranks that have not written yet."""
+        Ranks that have not written both yet are left out.
+        """
+        found = {}
         for rank, slot in zip(self._topology.local_ranks, self._slots, strict=True):
-            check = int(slot["check"])
-            if not check or (rank in self._last and self._last[rank][0] == check):
-                continue
-            text = slot["text"]
-            # otherwise its rank is just writing: the last value holds
-            if zlib.crc32(text) == check:
-                self._last[rank] = check, json.loads(text)
-        return {rank: value for rank, (_, value) in self._last.items()}
+            at, check = float(slot["time"]), int(slot["check"])
+            if check and (rank not in self._last or self._last[rank][0] != check):
+                text = slot["text"]
+                # otherwise its rank is just writing: the last value holds
+                if zlib.crc32(text) == check:
+                    self._last[rank] = check, json.loads(text)
+            if at and rank in self._last:
+                found[rank] = self._last[rank][1] | {"at": at}
+        return found

@@ -15,8 +15,6 @@ from ..values import listed
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from ..store import RunStore
-
 START_TIMEOUT_S = 900.0  # `engine_start_timeout`'s default, until a trainer has its settings
 MISSING_EVERY_S = 30.0
 LOOK_EVERY_S = 5.0
@@ -51,11 +49,8 @@ class Arrivals:
         # time in which all ranks must have imported this library
         self.limit_s = START_TIMEOUT_S
 
-    def look(self, store: "RunStore", has_trainer: bool) -> str:
+    def look(self, store: "Store", has_trainer: bool) -> str:
         """Register this rank, then look for the others; return the reason if the run must end without them."""
-        return store.lend(lambda client: self._look(client, has_trainer)) or ""
-
-    def _look(self, store: "Store", has_trainer: bool) -> str:
         self._signs.write(store, has_trainer)
         if self._complete:
             return self._signs.judge(store, self.limit_s) if has_trainer else ""
@@ -131,9 +126,7 @@ class Arrivals:
         if now < self._next_line and seconds < limit_s:
             return ""
         self._next_line = now + MISSING_EVERY_S
-        if not self._reports(store):
-            return ""
-        missing = self._missing(store)
+        missing = self._missing(store) if self._reports(store) else []
         if not missing:
             return ""
         names = self._names(missing)

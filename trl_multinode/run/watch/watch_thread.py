@@ -81,7 +81,9 @@ class WatchThread:
         if not self.since_import and not self.store.alone:
             self.exits.watch()
         if topology.launched:
-            self._watch_launcher()
+            launcher = os.getppid()
+            cause = f"the launcher of node {topology.node} (pid {launcher}) ended"
+            self.processes.add(launcher, lambda: self._neighbour_ended(cause), self)
 
     def start(self) -> None:
         """Run in a thread of its own."""
@@ -225,16 +227,6 @@ class WatchThread:
 
     # ---- watched processes ------------------------------------------------------------------------------------------
 
-    def _watch_launcher(self) -> None:
-        launcher = os.getppid()
-
-        def ended() -> None:
-            self._neighbour_ended(
-                f"the launcher of node {self.topology.node} (pid {launcher}) ended"
-            )
-
-        self.processes.add(launcher, ended, self)
-
     def watch_rank(self, rank: int, pid: int) -> None:
         """Treat the end of another rank of this node as a failure, unless it has no trainer and ends well."""
         if rank in self._watched:
@@ -278,7 +270,7 @@ class WatchThread:
         """Watch until the end of the run. It is the body of the thread."""
         threading.Thread(target=self._watch_store, name="watch-store", daemon=True).start()
         try:
-            register(self.store, self.topology)
+            register(self.store)
             self._watch()
         except Exception as error:
             traceback.print_exception(error)
@@ -326,8 +318,11 @@ class WatchThread:
                 self.report(f"stopped by {stop.name}", SYMPTOM_DELAY_S, code)
 
     def _do_chores(self) -> None:
-        if self.since_import and (late := self.arrivals.look(self.store, self.num_built > 0)):
-            self.report(late, code=PEER_LOST)
+        if self.since_import:
+            has_trainer = self.num_built > 0
+            late = self.store.lend(lambda client: self.arrivals.look(client, has_trainer))
+            if late:
+                self.report(late, code=PEER_LOST)
         for trainer in list(self.trainers):
             for chore in trainer.chores:
                 trainer.store.lend(chore)
@@ -359,5 +354,5 @@ class WatchThread:
         due, fatal = min(self._failures)
         if time.monotonic() < due:
             return None
-        line = with_nodes(fatal.line, self.store, self.topology)
+        line = with_nodes(fatal.line, self.store)
         return self.store.publish(Fatal(line, fatal.code))
