@@ -63,6 +63,49 @@ class Activity:
     waits_since: float | None = None
 
 
+class SlotWriter:
+    """Writer of what this rank does into the memory of its node.
+
+    Args:
+        slots ([`NodeSlots`]):
+            Memory of the node.
+        activity (`Callable[[], Activity]`):
+            Function that returns what this rank does.
+    """
+
+    def __init__(self, slots: NodeSlots, activity: Callable[[], Activity]):
+        self._slots = slots
+        self._activity = activity
+        self._last_call = time.monotonic()
+        self._progress = ("", self._last_call)  # text, time of its last change
+        # in the slot, and when
+        self._written = (Activity("set-up", self._last_call, 0), 0.0)
+
+    def write(self) -> None:
+        """Write what this rank does. A thread that does not use the store calls it: a lost link is no silent rank."""
+        now = time.monotonic()
+        suspended, self._last_call = now - self._last_call > SUSPENDED_S, now
+        if not self._slots.is_open:
+            return
+        doing, at = self._written
+        # the main thread may be replacing what this reads; the rank lives all the same
+        with suppress(Exception):
+            doing = self._activity()
+        if doing != self._written[0] or now - at > WRITE_EVERY_S or suspended:
+            self._write_all(doing, now, suspended)
+        self._slots.touch(now)
+
+    def _write_all(self, doing: Activity, now: float, suspended: bool) -> None:
+        """Write all that changes seldom: the activity, the frames, the time of the last progress."""
+        self._written = doing, now
+        progress = f"{doing.phase} {doing.since} {doing.step} {doing.left} {doing.progress}"
+        waits_for_disk = (work_of(os.getpid()) or (0, ""))[1] == DISK_WAIT
+        if progress != self._progress[0] or waits_for_disk or suspended:
+            self._progress = (progress, now)
+        own = asdict(doing) | {"pid": os.getpid(), "changed": self._progress[1]}
+        self._slots.write(own | {"frames": innermost_frames()})
+
+
 class Beats:
     """Heartbeats of one rank, in the threads of its watchdog.
 
@@ -83,13 +126,9 @@ class Beats:
         self._topology = topology = watch.topology
         self._watch = watch
         self._limits = limits
-        self._activity = activity
         self._slots = NodeSlots(topology)
         self._broken = False
-        self._progress = ("", time.monotonic())  # text, time of its last change
-        self._last_call = self._last_tick = time.monotonic()
-        # in this rank's slot, and when
-        self._written = (Activity("set-up", self._last_call, 0), 0.0)
+        self._last_call = time.monotonic()
         self._forgiven = self._last_call  # silence counts from here at the earliest
         self._next_beat = 0.0
         # of silent ranks: work, time at which it last changed
@@ -101,7 +140,7 @@ class Beats:
         if limits.heartbeat_s > 0:
             StoreConnection.limit_s = limits.heartbeat_s
         watch.cleanups.append(self._kill_silent)
-        watch.ticks.append(self._write_slot)
+        watch.ticks.append(SlotWriter(self._slots, activity).write)
         watch.chores.append(self._beat)
 
     def _beat(self, store: Store) -> None:
@@ -112,10 +151,15 @@ class Beats:
         self._last_call = now
         if self._broken or not self._is_open(store):
             return
-        if now < self._next_beat or not self._on_duty(now):
+        if now < self._next_beat:
+            return
+        slots = self._slots.read()
+        # the first rank whose heartbeat is fresh is on duty
+        fresh = [rank for rank, slot in slots.items() if now - slot["at"] < DUTY_S]
+        if self._topology.rank not in fresh[:1]:
             return
         self._next_beat = now + BEAT_S
-        states = self._read_node(now)
+        states = [self._state(now, rank, slot) for rank, slot in slots.items()]
         store.set(
             f"beat/{self._topology.node}",
             f"{now:.3f} " + json.dumps([asdict(state) for state in states]),
@@ -143,42 +187,6 @@ class Beats:
                 "stops, it is not noticed. Mount /proc without `hidepid`, or run all ranks of a node in one container."
             )
             return False
-
-    # ---- this rank --------------------------------------------------------------------------------------------------
-
-    def _write_slot(self) -> None:
-        """Write what this rank does. A thread that does not use the store calls it: a lost link is no silent rank."""
-        now = time.monotonic()
-        suspended, self._last_tick = now - self._last_tick > SUSPENDED_S, now
-        if not self._slots.is_open:
-            return
-        doing, at = self._written
-        # the main thread may be replacing what this reads; the rank lives all the same
-        with suppress(Exception):
-            doing = self._activity()
-        if doing != self._written[0] or now - at > WRITE_EVERY_S or suspended:
-            self._write_doing(doing, now, suspended)
-        self._slots.touch(now)
-
-    def _write_doing(self, doing: Activity, now: float, suspended: bool) -> None:
-        """Write all that changes seldom: the activity, the frames, the time of the last progress."""
-        self._written = doing, now
-        progress = f"{doing.phase} {doing.since} {doing.step} {doing.left} {doing.progress}"
-        waits_for_disk = (work_of(os.getpid()) or (0, ""))[1] == DISK_WAIT
-        if progress != self._progress[0] or waits_for_disk or suspended:
-            self._progress = (progress, now)
-        own = asdict(doing) | {"pid": os.getpid(), "changed": self._progress[1]}
-        self._slots.write(own | {"frames": innermost_frames()})
-
-    # ---- the node ---------------------------------------------------------------------------------------------------
-
-    def _on_duty(self, now: float) -> bool:
-        """Return whether this rank is the first one of its node whose heartbeat is fresh."""
-        fresh = [rank for rank, slot in self._slots.read().items() if now - slot["at"] < DUTY_S]
-        return bool(fresh) and min(fresh) == self._topology.rank
-
-    def _read_node(self, now: float) -> list[RankState]:
-        return [self._state(now, rank, slot) for rank, slot in self._slots.read().items()]
 
     def _state(self, now: float, rank: int, slot: dict[str, Any]) -> RankState:
         silent_s = now - max(slot["at"], self._forgiven)
