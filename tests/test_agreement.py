@@ -78,7 +78,7 @@ def test_nodes_that_differ_are_no_disagreement_and_each_rank_learns_all_of_them(
 
     with forked(body, RANKS, tmp_path) as ranks:
         found = [rank.result for rank in ranks]
-    assert found == [["3 1 1", "1 0 0", "rank 3 (node 1)", "rank 2 (node 0)"]] * 4
+    assert found == [[*map(str, shapes), "rank 3 (node 1)", "rank 2 (node 0)"]] * 4
 
 
 def config(kind: type = GRPOConfig, **values: Any) -> Any:
