@@ -133,19 +133,19 @@ def check_agreement(host: NodeHost, args: Any, call: Call) -> None:
         columns = getattr(dataset, "column_names", None)
         sizes = {"type": type(dataset).__name__, "rows": rows, "columns": columns}
         facts.add(f"`{name}`", sizes)
-    for library, version in local_versions().items():
-        if library in MUST_AGREE:
-            facts.add(f"version of {library}", ".".join(major_minor(version)))
+    versions = local_versions()
+    for library in MUST_AGREE:
+        facts.add(f"version of {library}", ".".join(major_minor(versions[library])))
     facts.add(
         "`dtype` in `engine_kwargs`", NodeSettings.of(args).engine_kwargs.get("dtype", "auto")
     )
     topology = host.topology
-    facts.add(NODE, str(topology.nodes[topology.node]))
+    facts.add(NODE, topology.nodes[topology.node])
     found = {one.name: one for one in host.agreement.compare(facts)}
     if (of_nodes := found.pop(NODE, None)) is not None:
         topology.learn(
             {
-                rank: NodeShape.parse(text)
+                rank: NodeShape(**json.loads(text))
                 for text, ranks in of_nodes.values.items()
                 for rank in ranks
             }
