@@ -111,6 +111,11 @@ def build(
     )
 
 
+def lag(generation) -> tuple[float, float]:
+    """Mean age of the round's tokens, in rounds and in optimizer steps."""
+    return generation.ages.rounds_mean, generation.ages.steps_mean
+
+
 def asked(generation) -> list[tuple[list[int], int]]:
     return [
         (request.prompt, request.num_completions)

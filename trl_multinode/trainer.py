@@ -173,7 +173,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if self.model.training:
             self._meter.add_weights(output)
             if self.host.settings.in_flight:
-                self._meter.add_taken(self.vllm_generation.rounds, self.vllm_generation.version)
+                self._meter.add_taken(self.vllm_generation.rounds)
             if self._again is not None:
                 self._meter.add(**self._again.take_counts())
         return output

@@ -19,6 +19,7 @@ from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.rollouts.monitor import DivergenceMonitor, settings_not_scored
 from trl_multinode.rollouts.recorded import Turn
 from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
+from trl_multinode.rollouts.token_ages import TokenAges
 from trl_multinode.run.topology import Topology
 from trl_multinode.weights.probe import divergence_limit
 from trl_multinode.wire.messages import WeightVersion
@@ -53,7 +54,7 @@ def monitor(args, dtype=torch.float32) -> DivergenceMonitor:
         for name in ("temperature", "repetition_penalty", "generation_kwargs")
     }
     generation = SimpleNamespace(
-        version=WeightVersion(4, 12), used_version=made().version, **sampling
+        version=WeightVersion(4, 12), used_version=made().rows[0].version, **sampling
     )
     return DivergenceMonitor(Host(args, dtype), args, generation)
 
@@ -194,7 +195,7 @@ class Unscored(NodeTrainer):
         self.vllm_generation = SimpleNamespace(
             rows=rows,
             version=WeightVersion(4, 12),
-            lag=(0, 0),
+            ages=TokenAges(),
             generated=True,
             recovering=nullcontext,
         )

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 
-from ..rollouts.staleness import NUM_SUMS, RoundSums
+from ..rollouts.staleness import SUMS, RoundSums
 from ..run.phases import PHASES
 from ..run.topology import Topology
 from ..weights.timings import STAGES
@@ -26,7 +26,7 @@ class StepSums:
     host_gib: float = math.nan  # resident memory of the process
 
 
-NUM_NUMBERS = len(PHASES) + len(STAGES) + NUM_SUMS + len(fields(StepSums))
+NUM_NUMBERS = len(PHASES) + len(STAGES) + len(SUMS) + len(fields(StepSums))
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class RankNumbers:
         """Read a row of `NUM_NUMBERS` gathered numbers."""
         stages_from = len(PHASES)
         rounds_from = stages_from + len(STAGES)
-        step_from = rounds_from + NUM_SUMS
+        step_from = rounds_from + len(SUMS)
         return cls(
             phases=dict(zip(PHASES, row[:stages_from], strict=True)),
             stages=row[stages_from:rounds_from],
-            rounds=RoundSums(*row[rounds_from:step_from]),
+            rounds=dict(zip(SUMS, row[rounds_from:step_from], strict=True)),
             step=StepSums(*row[step_from:]),
         )
 
@@ -144,9 +144,9 @@ def _node_metrics(ranks: list[RankNumbers], steps: int) -> dict[str, float]:
     gpu = _largest("gib", [rank.step.gpu_gib for rank in ranks])
     largest = gpu or _largest("gib", [rank.step.host_gib for rank in ranks])
     metrics["memory_gib"] = largest["gib/max"]
-    if kv_use := max(rank.rounds.engine_kv_use for rank in ranks):
+    if kv_use := max(rank.rounds["engine_kv_use"] for rank in ranks):
         metrics["kv_use"] = kv_use
-    if clock_s := sum(rank.rounds.engine_clock_s for rank in ranks):
-        metrics["engine_busy"] = sum(rank.rounds.engine_busy_s for rank in ranks) / clock_s
-        metrics["engine_filled"] = sum(rank.rounds.engine_slot_s for rank in ranks) / clock_s
+    if clock_s := sum(rank.rounds["engine_clock_s"] for rank in ranks):
+        metrics["engine_busy"] = sum(rank.rounds["engine_busy_s"] for rank in ranks) / clock_s
+        metrics["engine_filled"] = sum(rank.rounds["engine_slot_s"] for rank in ranks) / clock_s
     return metrics

@@ -27,6 +27,7 @@ from .rounds import BatchAhead, rounds_of
 from .rows import trls_rows
 from .seeds import RowSeeds
 from .stand_in import Ask
+from .token_ages import TokenAges
 from .upcoming import Batch
 
 # Attributes of TRL's `VLLMGeneration` that it reads at every `generate`, and those that only its start reads
@@ -114,8 +115,6 @@ class NodeGeneration:
         if self._returns_logprobs:
             check_logprobs(self.engines, self.sampling, str(host.topology))
         self.rows: list[Rollout] = []  # completions of the last `generate` call
-        # completions of the round's first `generate` call
-        self.used, self.used_version = Turn([], []), self.version
         # called before the next round's requests are sent
         self.on_stale: Callable[[Turn], None] = lambda made: None
         self.on_generated: Callable[[], None] | None = None  # called at the end of every `generate`
@@ -227,22 +226,22 @@ class NodeGeneration:
         return (0.0, 0.0) if self.rounds is None else self.rounds.groups.take_seconds()
 
     @property
-    def lag(self) -> tuple[float, float]:
-        """Return the age of the current round's completions, in generation rounds and in optimizer steps.
-
-        For rounds in flight it is the mean over their tokens.
-        """
+    def ages(self) -> TokenAges:
+        """Return the ages of the current round's tokens."""
         if self.rounds is not None:
-            ages = self.rounds.ages(self.version)
-            return ages.rounds_mean, ages.steps_mean
-        return int(self.stale), self._host.step() - self.used_version.step
+            return self.rounds.ages(self.version)
+        steps = self._host.step() - self.version.step
+        return TokenAges(steps_mean=steps, steps_max=steps)
 
     @property
     def stale(self) -> bool:
         """Return whether older weights took part in the current round's completions, if only by their caches."""
-        if self.rounds is not None:
-            return self.rounds.stale(self.version)
-        return self.used_version != self.version
+        return self.rounds is not None and self.rounds.stale(self.version)
+
+    @property
+    def used_version(self) -> WeightVersion:
+        """The oldest weights that began one of the rows of the last `generate` call."""
+        return min((row.version for row in self.rows), default=self.version)
 
     def weights_changed(self) -> None:
         """Make the next sync send all weights, frozen ones too, because they changed without an optimizer step. All
@@ -400,18 +399,17 @@ class NodeGeneration:
             if self.rounds is not None:
                 self.rounds.taken = []
             rows = self._fresh(prompts, images)
-            self.used, self.used_version = Turn(prompts, rows), self.version
         else:
             self.seeds.of_call(prompts)  # count the rows made ahead as the round's first call
-            self._use(made)
+            rows = self._use(made)
         if self.rounds is not None:
             self._begin_following()
-        return self.used.rows
+        return rows
 
-    def _use(self, made: Turn) -> None:
-        self.used, self.used_version = made, made.version
+    def _use(self, made: Turn) -> list[Rollout]:
         if self.stale:  # it is not if both rounds belong to one optimizer step
             self.on_stale(made)
+        return made.rows
 
     def use_first_turns(self) -> None:
         """Use the recorded rows of this round's `rollout_func`, which replace `generate`, and begin what follows."""

@@ -187,7 +187,7 @@ class LossScores:
         self._sums.index_add_(0, origin, rows)
         index = origin[:, None].expand_as(extremes)
         self._extremes.scatter_reduce_(0, index, extremes, "amax")
-        weights = self._meter.weight_sums(batch | {SCORED: logps})
+        weights = self._meter.weight_sums(batch | {SCORED: logps}).sum(0)
         self._weights = self._weights.to(weights.device) + weights
 
     # ---- the end of the optimizer step ------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class LossScores:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(sums)
             dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        self._meter.add_weight_sums(self._weights)
+        self._meter.add_weight_sums(self._weights.tolist())
         shape = (-1, self._accelerator.num_processes)
         rounds, highest = (
             found.view(*shape, found.shape[-1]).tolist() for found in (sums, extremes)
