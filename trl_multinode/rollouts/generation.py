@@ -16,14 +16,13 @@ from ..engine.client import Rollout
 from ..engine.node_engines import NodeEngines
 from ..engine.stream import Request
 from ..errors import ConfigurationError
-from ..run.reporter import report
 from ..weights.timings import SyncTimings
 from ..wire.messages import WeightVersion
 from .groups import Group
 from .recorded import Recorded, Turn
 from .recorded_groups import RecordedGroups
 from .requests import Prompts, check_lengths, check_logprobs, merged, requests_of
-from .rounds import BatchAhead, rounds_of
+from .rounds import BatchAhead, Rounds
 from .rows import trls_rows
 from .seeds import RowSeeds
 from .stand_in import Ask
@@ -79,7 +78,6 @@ class NodeGeneration:
                 setting="logprobs",
                 got=logprobs,
             )
-        self.model = model
         self.accelerator = accelerator
         # TRL's names: a callback may change them between two rounds
         self.repetition_penalty = repetition_penalty
@@ -108,9 +106,9 @@ class NodeGeneration:
             )
         )
         host.updates.on_lost = self._restore
-        self.rounds = (
-            rounds_of(self, host.settings, self._stream()) if host.settings.max_staleness else None
-        )
+        self.rounds: Rounds | None = None
+        if host.settings.max_staleness:
+            self.rounds = Rounds(self, host.settings, self._stream())
         self._returns_logprobs = logprobs is not None
         if self._returns_logprobs:
             check_logprobs(self.engines, self.sampling, str(host.topology))
@@ -122,7 +120,7 @@ class NodeGeneration:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Let a callback change what TRL's object would read at its next `generate`, and refuse what has no effect."""
-        if name in self._fixed() and value != getattr(self, name):
+        if self._is_fixed(name) and value != getattr(self, name):
             raise ConfigurationError(
                 f"`vllm_generation.{name}` cannot change (got {value!r}) while rounds run ahead: rows that "
                 "are open were sampled with the setting before.",
@@ -139,16 +137,12 @@ class NodeGeneration:
             )
         super().__setattr__(name, value)
 
-    def _fixed(self) -> tuple[str, ...]:
-        """Return the sampling attributes that cannot change now, because open rows have the setting before."""
-        if vars(self).get("rounds") is None:
-            return ()
+    def _is_fixed(self, name: str) -> bool:
+        """Return whether a sampling attribute cannot change now, because open rows have the setting before."""
+        if name not in SAMPLING or vars(self).get("rounds") is None:
+            return False
         # a round that is generated ahead may end with the old limit, which needs no correction
-        return (
-            SAMPLING
-            if self._host.settings.in_flight
-            else tuple(set(SAMPLING) - {"max_completion_length"})
-        )
+        return name != "max_completion_length" or self._host.settings.in_flight
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -168,7 +162,7 @@ class NodeGeneration:
     def record(self, make: Callable[[Group, Ask], Recorded]) -> None:
         """Let `make` produce the whole rollouts of a group in a thread of the group, from now on."""
         groups = partial(RecordedGroups, make, lambda: self.version.update)
-        self.rounds = rounds_of(self, self._host.settings, self._stream(), groups)
+        self.rounds = Rounds(self, self._host.settings, self._stream(), groups)
 
     def begin_round(self, mode: str, number: int) -> None:
         """Start the round of a new batch of prompts. Every rank calls it, with the same `mode` and `number`.
@@ -181,7 +175,8 @@ class NodeGeneration:
         """
         self.seeds.begin_round(mode, number)
         self._number = number
-        self._trains = self._takes_ahead = mode == "train"
+        self._trains = mode == "train"
+        self._takes_ahead = self._trains and self.rounds is not None
         self.generated = False  # in this round; trainers that mix in other data may not generate
 
     def take_groups(self, num_rows: int, group_size: int, batch_ahead: BatchAhead) -> Batch | None:
@@ -202,24 +197,16 @@ class NodeGeneration:
                 Function that returns the batch so many rounds ahead, and its prompts; `None` if none follows.
         """
         assert self.rounds is not None
-        checked = partial(self._checked_batch, batch_ahead)
-        self.rounds.begin_round(self._number, num_rows // group_size, group_size, checked)
+        self.rounds.begin_round(self._number, num_rows // group_size, group_size, batch_ahead)
         if self.rounds.must_sync:
             self.sync_weights()
-            self._begin_following()
+            self.rounds.begin_following(self.version)
         if not (self.rounds.groups.ids or self._host.settings.in_flight):
             return None
         with self._phases("generate"):
             while (rows := self.rounds.take()) is None:
                 self._recover()
             return rows
-
-    def _checked_batch(self, batch_ahead: BatchAhead, rounds: int) -> tuple[Batch, Prompts] | None:
-        found = batch_ahead(rounds)
-        # the prompts of whole rollouts are made later, in their groups
-        if found is not None and any(found[1]):
-            check_lengths(found[1], self.engines.max_model_len, self.accelerator.process_index)
-        return found
 
     def take_seconds_ahead(self) -> tuple[float, float]:
         """Return the seconds of generating ahead since the last call, and those of them in which the rank waited."""
@@ -235,8 +222,8 @@ class NodeGeneration:
 
     @property
     def stale(self) -> bool:
-        """Return whether older weights took part in the current round's completions, if only by their caches."""
-        return self.rounds is not None and self.rounds.stale(self.version)
+        """Return whether older weights took part in this training round's completions, if only by their caches."""
+        return self._trains and self.rounds is not None and self.rounds.stale(self.version)
 
     @property
     def used_version(self) -> WeightVersion:
@@ -364,7 +351,7 @@ class NodeGeneration:
             `WeightVersionError`: if a completion's weights are not those of the last sync before its request.
             `EngineError`: if an engine failed or stalled.
         """
-        check_lengths(prompts, self.engines.max_model_len, self.accelerator.process_index)
+        check_lengths(self, prompts)
         self.generated = True
         with self._phases("generate"), profiler or nullcontext():
             rows = (
@@ -393,17 +380,16 @@ class NodeGeneration:
 
     def _first_call(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         """Return this round's completions, made ahead if possible, and submit the next round's prompts."""
+        assert self.rounds is not None
         self._takes_ahead = False
-        made = None if self.rounds is None else self.rounds.made(prompts)
+        made = self.rounds.made(prompts)
         if made is None or (any(images or ()) and made.images is None):
-            if self.rounds is not None:
-                self.rounds.taken = []
+            self.rounds.taken = []
             rows = self._fresh(prompts, images)
         else:
             self.seeds.of_call(prompts)  # count the rows made ahead as the round's first call
             rows = self._use(made)
-        if self.rounds is not None:
-            self._begin_following()
+        self.rounds.begin_following(self.version)
         return rows
 
     def _use(self, made: Turn) -> list[Rollout]:
@@ -419,16 +405,7 @@ class NodeGeneration:
         self.rows, self.generated = made.rows, bool(made.rows)
         if made.rows:
             self._use(made)
-        self._begin_following()
-
-    def _begin_following(self) -> None:
-        assert self.rounds is not None
-        continued, again = self.rounds.begin_following(self.version)
-        if continued or again:
-            report(
-                f"rank {self.accelerator.process_index}: {continued} rows that were under way at the checkpoint "
-                f"continue, {again} begin again"
-            )
+        self.rounds.begin_following(self.version)
 
     def _fresh(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         """Return completions of exactly the current weights, in row order."""

@@ -111,27 +111,21 @@ class LossScores:
             yield
 
     def is_for(self, output: Mapping[str, Any]) -> bool:
-        """Return whether a round or a batch of it was left to the losses."""
+        """Return whether a round was left to the losses."""
         return bool(self._replaces) and self._trainer.model.training and SCORED not in output
 
-    def add_round(self, output: dict[str, Any], stale: bool, generated: bool) -> None:
-        """Add the fields by which the losses know whose rows they have.
-
-        Args:
-            output (`dict[str, Any]`):
-                Output of TRL's `_generate_and_score_completions`, to which the fields are added.
-            stale (`bool`):
-                Whether older weights made the completions.
-            generated (`bool`):
-                Whether engines of this library made them.
-        """
+    def add_round(self, output: dict[str, Any]) -> None:
+        """Add the fields by which the losses know whose rows they have, to an output of TRL's
+        `_generate_and_score_completions` that was left to them."""
+        if not self.is_for(output):
+            return
         rounds, world = len(self._generated), self._accelerator.num_processes
         origin = rounds * world + self._accelerator.process_index
-        self._generated.append(generated)
+        self._generated.append(self._trainer.vllm_generation.generated)
         output[ORIGIN] = torch.full_like(output["completion_mask"][:, 0], origin)
         # in every round, because rows of several ones share a batch
         if self._trainer.max_staleness:
-            output[PRESENT] = self._monitor.present_logps(output, stale)
+            output[PRESENT] = self._monitor.present_logps(output)
 
     # ---- the losses -------------------------------------------------------------------------------------------------
 

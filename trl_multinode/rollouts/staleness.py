@@ -4,6 +4,7 @@ The effective sample size of importance weights `w` over `n` tokens (or sequence
 all are equal (Kong, 1992). The weights are `exp(trainer log-prob - sampler log-prob)` before any clipping.
 """
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,6 +95,7 @@ class StalenessMeter:
         self._low = getattr(args, "vllm_importance_sampling_clip_min", None)
         self._high = getattr(args, "vllm_importance_sampling_clip_max", None)
         self._sums: RoundSums = dict.fromkeys(SUMS, 0.0)
+        self._lock = threading.Lock()  # of the sums
         self._since = time.monotonic()
         self._clocks = np.zeros(len(ENGINE_SUMS))
 
@@ -127,9 +129,10 @@ class StalenessMeter:
         self.add(**rounds.groups.take_counts())
 
     def add(self, **counts: float) -> None:
-        """Add counts to the sums of these names."""
-        for name, count in counts.items():
-            self._sums[name] += count
+        """Add counts to the sums of these names. Any thread may call it."""
+        with self._lock:
+            for name, count in counts.items():
+                self._sums[name] += count
 
     def add_weights(self, output: dict) -> None:
         """Add the importance weights in an output of TRL's `_generate_and_score_completions`."""
@@ -186,7 +189,8 @@ class StalenessMeter:
             engine_restarts=restarts,
         )
         self._since, self._clocks = now, clocks
-        sums, self._sums = self._sums, dict.fromkeys(SUMS, 0.0)
+        with self._lock:
+            sums, self._sums = self._sums, dict.fromkeys(SUMS, 0.0)
         return sums
 
 
