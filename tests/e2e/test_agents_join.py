@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
 import in_flight_runs
+import psutil
 import pytest
 from waiting import HANG_S
 
@@ -24,6 +26,12 @@ WITHOUT = {"ENGINES_OF_NODES": "00", "REMOTE_ENGINES": "1", **SECRET_OF_TESTS}
 def results(folder: Path, name: str) -> list[dict]:
     paths = [folder / f"{name}_rank{rank}.json" for rank in range(sum(RANKS))]
     return [json.loads(path.read_text()) for path in paths]
+
+
+def pass_steps(nodes: Nodes, count: int) -> None:
+    """Wait until the run has made so many more steps."""
+    step = nodes.rank_log(0).count("\nstep ")
+    nodes.wait_for(0, f"step {step + count}/", timeout_s=HANG_S)
 
 
 def test_rows_and_losses_are_those_of_a_run_with_engines_of_its_own(tmp_path):
@@ -65,29 +73,74 @@ def test_each_of_five_updates_reaches_the_engine_of_another_host(tmp_path):
 
 @pytest.mark.fault("agent_lost")
 @pytest.mark.nightly
+@pytest.mark.engine
 def test_rows_in_flight_go_on_when_an_agent_is_killed_and_another_one_has_joined(tmp_path):
-    """Every id is trained once, with rows of both agents."""
-    engine = Faults().slow_tokens(0.005).environment(FAKE)
+    """With vLLM. Every id is trained once, with rows of both agents."""
+    engine = {HOOK: TREE}
     job = {
         "name": "joined",
         "output": "joined",
-        "prompts": 42,
+        "prompts": 84,
         "num_train_epochs": 1,
-        "max_completion_length": 128,
+        "max_completion_length": 256,
+        "ignore_eos": True,
+        "logprob_divergence_limit": 1e-3,
     }
     with Nodes(2, RANKS, folder=tmp_path, env=engine | WITHOUT, forked=True) as nodes:
         in_flight_runs.start(nodes, job)
+        # started together, because vLLM starts longer than this run trains; one of them serves first
         with (
-            running_agent(nodes, tmp_path / "first", engine) as first,
-            running_agent(nodes, tmp_path / "second", engine),
+            running_agent(nodes, tmp_path / "a", engine) as a,
+            running_agent(nodes, tmp_path / "b", engine) as b,
         ):
             nodes.wait_for(0, "number 3 serves with", timeout_s=HANG_S)
-            step = nodes.rank_log(0).count("\nstep ")
-            nodes.wait_for(0, f"step {step + 2}/", timeout_s=HANG_S)
-            os.kill(first.pid, signal.SIGKILL)
+            nodes.wait_for(0, "number 2 serves with", timeout_s=HANG_S)
+            nodes.wait_for(0, "step 2/", timeout_s=HANG_S)
+            (number, *_) = re.findall(r"number (\d) serves with", nodes.rank_log(0))
+            is_a = f"node {number} of the run" in (tmp_path / "a" / "agent.log").read_text()
+            (a if is_a else b).kill()
             in_flight_runs.end(nodes)
     runs = in_flight_runs.results(tmp_path, "joined", sum(RANKS))
     engines = {engine for run in runs for one in run["rounds"] for engine in one["engines"]}
     assert engines == {0, 1}
     rows = in_flight_runs.trained(runs)
-    assert len(rows) == 42 and set(rows.values()) == {in_flight_runs.GROUP}
+    assert len(rows) == 84 and set(rows.values()) == {in_flight_runs.GROUP}
+
+
+@pytest.mark.fault("agent_lost")
+@pytest.mark.nightly
+def test_rows_go_on_when_an_agent_is_killed_in_a_swap_and_another_one_is_frozen(tmp_path):
+    """The nodes have engines of their own, which are full. Every id is trained once, with rows of all engines."""
+    engine = Faults().slow_tokens(0.005).environment(FAKE)
+    with_own = engine | WITHOUT | {"ENGINES_OF_NODES": "11", "REMOTE_ENGINES": "2"}
+    job = {
+        "name": "relieved",
+        "output": "relieved",
+        "prompts": 84,
+        "num_train_epochs": 1,
+        "max_completion_length": 128,
+        "engine_kwargs": {"max_num_seqs": 4},
+        "engine_stall_timeout": 15.0,
+    }
+    with Nodes(2, RANKS, folder=tmp_path, env=with_own, forked=True) as nodes:
+        in_flight_runs.start(nodes, job)
+        with (
+            running_agent(nodes, tmp_path / "first", engine) as first,
+            running_agent(nodes, tmp_path / "second", engine) as second,
+        ):
+            nodes.wait_for(0, "step 2/", timeout_s=HANG_S)
+            (process,) = psutil.Process(first.pid).children()
+            process.suspend()
+            # so that an update is in the agent's slots, for which it waits for its engine
+            pass_steps(nodes, 2)
+            first.kill()
+            pass_steps(nodes, 1)
+            os.kill(second.pid, signal.SIGSTOP)
+            in_flight_runs.end(nodes)
+            os.kill(second.pid, signal.SIGCONT)
+            process.wait(HANG_S)
+    runs = in_flight_runs.results(tmp_path, "relieved", sum(RANKS))
+    engines = {engine for run in runs for one in run["rounds"] for engine in one["engines"]}
+    assert engines == {0, 1, 2}
+    rows = in_flight_runs.trained(runs)
+    assert len(rows) == 84 and set(rows.values()) == {in_flight_runs.GROUP}
