@@ -9,7 +9,7 @@ from pathlib import Path
 import in_flight_runs
 import psutil
 import pytest
-from waiting import HANG_S
+from waiting import HANG_S, until
 
 from multinode_kit.agents import SECRET_OF_TESTS, running_agent
 from multinode_kit.engines import FAKE, TREE
@@ -21,6 +21,18 @@ SCRIPTS = Path(__file__).parent / "scripts"
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 RANKS = [2, 1]
 WITHOUT = {"ENGINES_OF_NODES": "00", "REMOTE_ENGINES": "1", **SECRET_OF_TESTS}
+# nodes with engines of their own, and agents that relieve them
+BESIDE = WITHOUT | {"ENGINES_OF_NODES": "11"}
+RELIEVED = {
+    "name": "relieved",
+    "output": "relieved",
+    "prompts": 84,
+    "num_train_epochs": 1,
+    "max_completion_length": 128,
+    # the engines of the nodes are always full
+    "engine_kwargs": {"max_num_seqs": 4},
+    "engine_stall_timeout": 15.0,
+}
 
 
 def results(folder: Path, name: str) -> list[dict]:
@@ -112,18 +124,9 @@ def test_rows_in_flight_go_on_when_an_agent_is_killed_and_another_one_has_joined
 def test_rows_go_on_when_an_agent_is_killed_in_a_swap_and_another_one_is_frozen(tmp_path):
     """The nodes have engines of their own, which are full. Every id is trained once, with rows of all engines."""
     engine = Faults().slow_tokens(0.005).environment(FAKE)
-    with_own = engine | WITHOUT | {"ENGINES_OF_NODES": "11", "REMOTE_ENGINES": "2"}
-    job = {
-        "name": "relieved",
-        "output": "relieved",
-        "prompts": 84,
-        "num_train_epochs": 1,
-        "max_completion_length": 128,
-        "engine_kwargs": {"max_num_seqs": 4},
-        "engine_stall_timeout": 15.0,
-    }
+    with_own = engine | BESIDE | {"REMOTE_ENGINES": "2"}
     with Nodes(2, RANKS, folder=tmp_path, env=with_own, forked=True) as nodes:
-        in_flight_runs.start(nodes, job)
+        in_flight_runs.start(nodes, RELIEVED)
         with (
             running_agent(nodes, tmp_path / "first", engine) as first,
             running_agent(nodes, tmp_path / "second", engine) as second,
@@ -139,8 +142,45 @@ def test_rows_go_on_when_an_agent_is_killed_in_a_swap_and_another_one_is_frozen(
             in_flight_runs.end(nodes)
             os.kill(second.pid, signal.SIGCONT)
             process.wait(HANG_S)
-    runs = in_flight_runs.results(tmp_path, "relieved", sum(RANKS))
-    engines = {engine for run in runs for one in run["rounds"] for engine in one["engines"]}
-    assert engines == {0, 1, 2}
+    check_relieved(tmp_path, engines={0, 1, 2})
+
+
+@pytest.mark.fault("agent_lost")
+@pytest.mark.fault("agent_pull")
+@pytest.mark.nightly
+def test_rows_go_on_when_an_agent_is_killed_in_a_pull_and_another_one_is_cut_off(tmp_path):
+    """On namespaces as hosts. The nodes have engines of their own, which are full."""
+    if reason := namespaces_available():
+        pytest.skip(reason)
+    engine = Faults().slow_tokens(0.005).environment(FAKE)
+    with Nodes(
+        2, RANKS, folder=tmp_path, env=engine | BESIDE, forked=True, namespaces=True, more_hosts=2
+    ) as nodes:
+        pulling, serving = 2, 3
+        # the weights of an update, 0.5 MB, then take 1 s
+        nodes.limit_link(pulling, mbit_per_s=4)
+        in_flight_runs.start(nodes, RELIEVED)
+        with (
+            running_agent(nodes, tmp_path / "pulling", engine, host=pulling) as one,
+            running_agent(nodes, tmp_path / "serving", engine, host=serving) as other,
+        ):
+            log = tmp_path / "pulling" / "agent.log"
+            until(lambda: "ready after" in log.read_text(), log.read_text)
+            begin = nodes.link_bytes(pulling)
+            until(lambda: nodes.link_bytes(pulling) > begin + 100_000, log.read_text)
+            one.kill()
+            pass_steps(nodes, 2)
+            nodes.cut_link(serving)
+            in_flight_runs.end(nodes)
+            assert other.poll() is None
+        assert "overtaken" not in log.read_text()
+    # the agent that was killed in its first pull never served
+    check_relieved(tmp_path, engines={0, 1})
+
+
+def check_relieved(folder: Path, engines: set[int]) -> None:
+    """Every id was trained once, with rows of these engines by their places at a rank."""
+    runs = in_flight_runs.results(folder, "relieved", sum(RANKS))
+    assert engines == {one for run in runs for each in run["rounds"] for one in each["engines"]}
     rows = in_flight_runs.trained(runs)
-    assert len(rows) == 84 and set(rows.values()) == {in_flight_runs.GROUP}
+    assert len(rows) == RELIEVED["prompts"] and set(rows.values()) == {in_flight_runs.GROUP}
