@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -50,8 +51,8 @@ from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.group import answers
 from trl_multinode.engine.node_engines import NodeEngines
 from trl_multinode.engine.stream import Request
-from trl_multinode.rollouts.groups import OpenGroups
 from trl_multinode.rollouts.rounds import Rounds
+from trl_multinode.rollouts.seeds import RowSeeds
 from trl_multinode.wire.messages import Await, Generate, Message, unpack_ids
 
 GROUP = 8
@@ -237,11 +238,15 @@ class Rank:
         """Yield the rows of each round, and their mean and largest age. A round that drains is one group."""
         in_flight = arm.open_rounds > 0
         size = GROUP if in_flight else self.rows
-        groups = partial(OpenGroups, one_by_one=in_flight)
         ahead, age = (arm.open_rounds, arm.max_age) if in_flight else (arm.ahead, arm.ahead)
-        rounds = Rounds(
-            "Rank 0", self.stream, ahead, age, lambda number, rows: None, open_groups=groups
+        generation = SimpleNamespace(
+            accelerator=SimpleNamespace(process_index=0),
+            seeds=RowSeeds(None, 0),
+            max_completion_length=None,
+            engines=SimpleNamespace(max_model_len=sys.maxsize),
         )
+        settings = SimpleNamespace(max_staleness=ahead, oldest_rounds=age, in_flight=in_flight)
+        rounds = Rounds(generation, settings, self.stream)
         for number in range(arm.rounds):
             batch_ahead = partial(self._batch, prompts_of, number, arm.rounds)
             rounds.begin_round(number, self.rows // size, size, batch_ahead)

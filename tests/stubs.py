@@ -7,6 +7,8 @@ import numpy as np
 from trl_multinode.engine.client import EngineClient, Rollout
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.generation import NodeGeneration
+from trl_multinode.rollouts.rounds import Rounds
+from trl_multinode.rollouts.seeds import RowSeeds
 from trl_multinode.run.phases import Phases
 from trl_multinode.weights.timings import SyncTimings
 from trl_multinode.wire.messages import WeightVersion
@@ -109,6 +111,25 @@ def build(
     return NodeGeneration(
         host=host, model=None, accelerator=accelerator, processing_class=None, **keywords
     )
+
+
+def rounds_of(
+    stream, max_staleness: int = 1, oldest_rounds: int = 1, rank: int = 0, open_groups=None
+) -> Rounds:
+    """Rounds of a rank whose rows have no seeds, without the rest of its generation."""
+    generation = SimpleNamespace(
+        accelerator=SimpleNamespace(process_index=rank), seeds=RowSeeds(None, rank), sampling={},
+        max_completion_length=None,
+    )  # fmt: skip
+    settings = SimpleNamespace(
+        max_staleness=max_staleness, oldest_rounds=oldest_rounds, in_flight=True
+    )
+    return Rounds(generation, settings, stream, open_groups)
+
+
+def lag(generation) -> tuple[float, float]:
+    """Mean age of the round's tokens, in rounds and in optimizer steps."""
+    return generation.ages.rounds_mean, generation.ages.steps_mean
 
 
 def asked(generation) -> list[tuple[list[int], int]]:

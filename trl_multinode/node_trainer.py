@@ -231,7 +231,7 @@ class NodeTrainer(HubTrainer):
         if self.vllm_generation.generated:
             tokens, nan = self._check_completions(output)
             if self.model.training:
-                self._meter.add_round(*self.vllm_generation.lag)
+                self._meter.add_round(self.vllm_generation.ages)
                 self._meter.add(trained_tokens=tokens, nan_tokens=nan)
         return output
 

@@ -22,7 +22,7 @@ from .rollouts.generation import Prompts
 from .rollouts.groups import Group
 from .rollouts.loss_scores import ORIGIN, LossScores, moves_the_generator
 from .rollouts.recorded import Recorded
-from .rollouts.replay import replayed
+from .rollouts.replay import Replay
 from .rollouts.sampling_again import SamplingAgain
 from .rollouts.scoring import GroupScorer
 from .rollouts.stand_in import Ask, Recorder
@@ -85,7 +85,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             RatioCheck(owner) if owner is not None and host.settings.max_staleness else None
         )
         if host.settings.dynamic_sampling:
-            self._again = SamplingAgain(host.settings, self)
+            self._again = SamplingAgain(host.settings, self._meter, self)
         if runs_ahead(self, host.settings):
             self._recorder = Recorder(self, self._tool_calls)
             self._scorer = (
@@ -165,15 +165,11 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         # a `rollout_func` may generate fewer in its first call
         self.vllm_generation.seeds.num_rows = len(inputs)
         output = self._one_round(make)
-        if self._loss_scores.is_for(output):  # type: ignore[union-attr]
-            generation = self.vllm_generation
-            self._loss_scores.add_round(output, generation.stale, generation.generated)  # type: ignore[union-attr]
+        self._loss_scores.add_round(output)  # type: ignore[union-attr]
         if self.model.training:
             self._meter.add_weights(output)
             if self.host.settings.in_flight:
-                self._meter.add_taken(self.vllm_generation.rounds, self.vllm_generation.version)
-            if self._again is not None:
-                self._meter.add(**self._again.take_counts())
+                self._meter.add_taken(self.vllm_generation.rounds)
         return output
 
     @contextmanager
@@ -183,10 +179,9 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             with self._tool_calls.naming(self, num_rows):  # type: ignore[union-attr]
                 yield
             return
-        generation = self.vllm_generation
-        taken = [group.recorded for group in generation.rounds.taken]
+        taken = [group.recorded for group in self.vllm_generation.rounds.taken]
         scored = self._scorer.replaying(taken) if self._scorer is not None else nullcontext()
-        with replayed(self, taken, generation.use_first_turns), scored:
+        with Replay(self, taken).open(), scored:
             yield
         for recorded in taken:
             self._recorder.give_back(recorded)
@@ -272,8 +267,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
     def _check_completions(self, output: dict[str, Any]) -> tuple[int, int]:
         in_losses = self._loss_scores.is_for(output)  # type: ignore[union-attr]
-        stale = self.model.training and self.vllm_generation.stale
-        counts = self._monitor.check(output, stale, in_losses)
+        counts = self._monitor.check(output, in_losses)
         return (0, 0) if in_losses else counts  # the losses count
 
     def _tokenize_prompts(self, prompts: list) -> tuple[Prompts, list[list] | None, dict[str, Any]]:

@@ -101,7 +101,7 @@ def compare_between_nodes(folder, rank: int, settings) -> dict:
 
     def spy(self, inputs):
         result = share(self, inputs)
-        owners.update(int(result.owners[number]) for rows in result.steps for number in rows)
+        owners.update(int(result.plan.owners[number]) for rows in result.steps for number in rows)
         return result
 
     RowDealer.share = spy

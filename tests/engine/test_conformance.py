@@ -495,7 +495,7 @@ def compare_like_a_round(trainer, groups) -> None:
     host = SimpleNamespace(topology="node 0, rank 0", settings=NodeSettings(), updates=updates)
     args = SimpleNamespace(temperature=1.0, repetition_penalty=1.0, generation_kwargs=None)
     version = trainer.version
-    generation = SimpleNamespace(version=version, used_version=version, **vars(args))
+    generation = SimpleNamespace(version=version, used_version=version, stale=False, **vars(args))
     DivergenceMonitor(host, args, generation).check(output)
 
 

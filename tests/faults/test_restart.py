@@ -154,10 +154,11 @@ class OneNode(Updates):
             act("generate", number)
             with self.generation.recovering():
                 ids = self.generation.generate(PROMPTS, None, 4)[1]
+                made = self.generation.rows
                 # as a tool loop does
                 ids += self.generation.generate([PROMPTS[0] + ids[0] + [3]], None, 1)[1]
                 self.align()
-            versions = [row.version.step for row in self.generation.used.rows]
+            versions = [row.version.step for row in made]
             found.append((ids, versions, self.generation.version.step))
             self.done += 1
         return found

@@ -3,7 +3,6 @@
 import math
 import sys
 import time
-from dataclasses import astuple
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,14 +25,14 @@ from trl_multinode.reporting.metrics import (
     step_metrics,
 )
 from trl_multinode.reporting.steps import StepReport, count_tokens, gpu_memory
-from trl_multinode.rollouts.staleness import RoundSums, StalenessMeter, summarize_rounds
+from trl_multinode.rollouts.staleness import SUMS, StalenessMeter, summarize_rounds
 from trl_multinode.run.phases import PHASES, Phases
 from trl_multinode.run.topology import NodeShape
 from trl_multinode.weights.timings import STAGES, SyncTimings, sync_metrics
 
 # one node with two training GPUs and two reserved ones
 TWO_RESERVED = topology_on([NodeShape(ranks=2, engines=2, reserved=2)])
-ROUNDS = RoundSums(*[1.0] * len(astuple(RoundSums())))
+ROUNDS = dict.fromkeys(SUMS, 1.0)
 
 
 def rank(phases=(1.0, 20.0, 0.5, 15.0, 4.0), **step) -> RankNumbers:

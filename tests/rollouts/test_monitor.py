@@ -19,6 +19,7 @@ from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.rollouts.monitor import DivergenceMonitor, settings_not_scored
 from trl_multinode.rollouts.recorded import Turn
 from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
+from trl_multinode.rollouts.token_ages import TokenAges
 from trl_multinode.run.topology import Topology
 from trl_multinode.weights.probe import divergence_limit
 from trl_multinode.wire.messages import WeightVersion
@@ -53,7 +54,7 @@ def monitor(args, dtype=torch.float32) -> DivergenceMonitor:
         for name in ("temperature", "repetition_penalty", "generation_kwargs")
     }
     generation = SimpleNamespace(
-        version=WeightVersion(4, 12), used_version=made().version, **sampling
+        version=WeightVersion(4, 12), used_version=made().rows[0].version, stale=False, **sampling
     )
     return DivergenceMonitor(Host(args, dtype), args, generation)
 
@@ -134,7 +135,7 @@ def test_more_than_one_nan_in_a_hundred_tokens_is_an_alarm_whatever_the_limit(
     config, fields, stale
 ):
     with pytest.raises(LogprobDivergenceError) as error:
-        monitor(config(**fields)).check(batch([[-1.0] * 99], one_nan_in(99)), stale)
+        check_of_age(monitor(config(**fields)), batch([[-1.0] * 99], one_nan_in(99)), stale)
     message = str(error.value)
     for word in ["node 1, rank 3", "1.0 %", "1 of 99", "NaN", "limit 1 %", "the engine,", "update 3 (step 11)",
                  "`engine_kwargs={'dtype': 'bfloat16'}`"]:  # fmt: skip
@@ -194,7 +195,7 @@ class Unscored(NodeTrainer):
         self.vllm_generation = SimpleNamespace(
             rows=rows,
             version=WeightVersion(4, 12),
-            lag=(0, 0),
+            ages=TokenAges(),
             generated=True,
             recovering=nullcontext,
         )
@@ -346,6 +347,15 @@ def made(prompt=PROMPT) -> Turn:
     return Turn([prompt] * 2, rows)
 
 
+def check_of_age(watcher: DivergenceMonitor, output: dict, stale: bool = True) -> tuple[int, int]:
+    """Check completions that older weights may have made."""
+    watcher._generation.stale = stale
+    try:
+        return watcher.check(output)
+    finally:
+        watcher._generation.stale = False
+
+
 def stale_monitor(args, engines: Engines) -> DivergenceMonitor:
     watcher = monitor(args)
     watcher._generation.engines = engines
@@ -356,7 +366,7 @@ def test_stale_completions_may_differ_as_long_as_the_engines_present_weights_agr
     watcher = stale_monitor(config(), engines := Engines())
     for _ in range(3):
         watcher._generation.on_stale(made())
-        watcher.check(batch(FRESH, OLD, MASK), stale=True)
+        check_of_age(watcher, batch(FRESH, OLD, MASK))
         assert watcher.last == 0.0
     first, second = [*PROMPT, 10, 11], [*PROMPT, 10, 11, 12, 13]
     assert engines.asked == [(first, 0), (second, 1), (first, 0)]  # rows and engines in turn
@@ -376,7 +386,7 @@ def test_an_engine_that_holds_older_weights_or_scores_nan_trips_the_alarm_on_a_s
     watcher = stale_monitor(config(), Engines(logprob=logprob))
     watcher._generation.on_stale(made())
     with pytest.raises(LogprobDivergenceError, match=words):
-        watcher.check(batch(FRESH, OLD, MASK), stale=True)
+        check_of_age(watcher, batch(FRESH, OLD, MASK))
 
 
 @pytest.mark.parametrize(
@@ -387,7 +397,7 @@ def test_the_score_is_asked_for_at_the_temperature_at_which_trl_scores(config, f
     watcher._generation.on_stale(made())
     assert engines.temperatures == [fields.get("temperature", 1.0)]
     with pytest.raises(LogprobDivergenceError, match="0.500 "):
-        watcher.check(batch(FRESH, OLD, MASK), stale=True)
+        check_of_age(watcher, batch(FRESH, OLD, MASK))
 
 
 @pytest.mark.parametrize(
@@ -420,24 +430,22 @@ def test_a_row_is_scored_as_far_as_the_context_reaches(config):
     engines.max_model_len = len(PROMPT) + 2
     trainer = [[-1.0, -9.0, 0.0, 0.0], [-1.0] * 4]  # the second token was not scored
     watcher._generation.on_stale(made())
-    watcher.check(batch(trainer, OLD, MASK), stale=True)
+    check_of_age(watcher, batch(trainer, OLD, MASK))
     assert engines.asked == [([*PROMPT, 10], 0)] and watcher.last == 0.0
     engines.max_model_len = len(PROMPT) + 1  # vLLM makes one token more: no room for a completion's
     watcher._generation.on_stale(made())
-    watcher.check(batch(trainer, OLD, MASK), stale=True)
+    check_of_age(watcher, batch(trainer, OLD, MASK))
     assert len(engines.asked) == 1
 
 
 def test_a_completion_that_is_masked_out_does_not_count(config):
     watcher = stale_monitor(config(), Engines())
     watcher._generation.on_stale(made())
-    watcher.check(batch([[-9.0] * 4, [-1.0] * 4], OLD, [[0] * 4, [1] * 4]), stale=True)
+    check_of_age(watcher, batch([[-9.0] * 4, [-1.0] * 4], OLD, [[0] * 4, [1] * 4]))
     assert watcher.last == 0.0
     watcher._generation.on_stale(made())
     tools = [[1] * 4, [1, 1, 0, 0]]
-    watcher.check(
-        batch([[-1.0] * 4, [-1.0, -1.0, -9.0, -9.0]], OLD, MASK, tool_mask=tools), stale=True
-    )
+    check_of_age(watcher, batch([[-1.0] * 4, [-1.0, -1.0, -9.0, -9.0]], OLD, MASK, tool_mask=tools))
     assert watcher.last == 0.0
 
 
@@ -445,8 +453,8 @@ def test_a_score_belongs_to_one_round(config):
     """A round that is fresh after one that was not looked at."""
     watcher = stale_monitor(config(), engines := Engines())
     watcher._generation.on_stale(made())
-    watcher.check(batch(FRESH, OLD, MASK), stale=True)
-    watcher.check(batch(FRESH, OLD, MASK), stale=True)  # nothing was asked: nothing is compared
+    check_of_age(watcher, batch(FRESH, OLD, MASK))
+    check_of_age(watcher, batch(FRESH, OLD, MASK))  # nothing was asked: nothing is compared
     assert len(engines.asked) == 1
 
 

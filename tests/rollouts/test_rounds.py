@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from stubs import StubEngines, StubHost
+from stubs import StubEngines, StubHost, lag
 from waiting import until
 
 from trl_multinode.engine.client import Rollout
@@ -218,11 +218,11 @@ def test_a_sync_does_not_wait_for_rows_under_way_and_they_carry_both_versions():
     run.train(1)
     run.engines.end((2, 0), (2, 1))
     assert run.train(2) == ["2/0", "2/1"]
-    mixed, whole = run.generation.used.rows[:SIZE], run.generation.used.rows[SIZE:]
+    mixed, whole = run.generation.rows[:SIZE], run.generation.rows[SIZE:]
     assert [[span.update for span in row.versions] for row in mixed] == [[1, 2]] * SIZE
     assert [[span.update for span in row.versions] for row in whole] == [[1]] * SIZE
     # round 2 has update 3: tokens of update 2 are one round and one step old, those of update 1 two
-    assert run.generation.lag == (
+    assert lag(run.generation) == (
         pytest.approx(7 / 4.5 * 1.0, rel=0.2),
         pytest.approx(7 / 4.5, rel=0.2),
     )
@@ -243,8 +243,8 @@ def test_a_row_that_was_begun_before_a_swap_is_stale_although_all_its_tokens_are
     run.engines.running = [(request, updates[1:]) for request, updates in run.engines.running]
     run.engines.end((1, 0), (1, 1))
     run.train(1)
-    assert run.generation.stale and len(asked) == 1 and run.generation.lag == (0.0, 0.0)
-    assert [span.update for row in run.generation.used.rows for span in row.versions] == [2] * 4
+    assert run.generation.stale and len(asked) == 1 and lag(run.generation) == (0.0, 0.0)
+    assert [span.update for row in run.generation.rows for span in row.versions] == [2] * 4
 
 
 def test_an_epoch_ends_with_its_last_groups_and_nothing_beyond_it_begins():
@@ -256,7 +256,7 @@ def test_an_epoch_ends_with_its_last_groups_and_nothing_beyond_it_begins():
     assert run.begun() == [] and run.engines.rows_left == 0 and run.rounds.groups.ids == []
     assert run.engines.num_added == 5 * QUOTA * SIZE
     run.num_rounds = 7  # the next epoch
-    assert run.train(5, run.engines.end) == ["5/0", "5/1"] and run.generation.lag == (0.0, 0.0)
+    assert run.train(5, run.engines.end) == ["5/0", "5/1"] and lag(run.generation) == (0.0, 0.0)
 
 
 def test_a_group_older_than_max_age_is_waited_for():
@@ -280,7 +280,7 @@ def test_evaluation_takes_none_of_the_open_rows_and_its_sync_counts_for_the_next
     assert run.rounds.groups.ids == open_before and len(run.host.updates.engines.calls) == 1
     run.engines.end()
     run.train(1)
-    assert run.generation.version.update == 2 and run.generation.lag == (1.0, 1.0)
+    assert run.generation.version.update == 2 and lag(run.generation) == (1.0, 1.0)
 
 
 def test_later_turns_of_tools_are_fresh_and_leave_the_open_groups_alone():
@@ -291,7 +291,7 @@ def test_later_turns_of_tools_are_fresh_and_leave_the_open_groups_alone():
     assert len(completions) == 1 and run.rounds.groups.ids == open_before
     assert run.host.updates.engines.calls[-1].min_update == run.generation.version.update
     # still the first turn's
-    assert [row.tokens[0] for row in run.generation.used.rows] == [
+    assert [row.tokens[0] for group in run.rounds.taken for row in group.rows] == [
         0,
         0,
         1,
@@ -310,7 +310,7 @@ def test_prompts_that_change_are_generated_afresh_and_the_ids_are_trained_all_th
         and len(run.host.updates.engines.calls) == 1
         and "round 0 " in caplog.text
     )
-    assert run.generation.lag == (0.0, 0.0) and not run.generation.stale
+    assert lag(run.generation) == (0.0, 0.0) and not run.generation.stale
     assert run.rounds.groups.ids == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
@@ -424,7 +424,7 @@ def test_an_evaluation_before_the_first_round_of_a_resumed_run_counts_for_that_r
     run.train(5, run.engines.end)  # with the evaluation's weights, as no step was made
     run.engines.end()
     run.train(6)
-    assert run.generation.version.update == 2 and run.generation.lag == (1.0, 1.0)
+    assert run.generation.version.update == 2 and lag(run.generation) == (1.0, 1.0)
 
 
 def test_the_log_has_ages_mixed_rows_and_lengths():
@@ -437,8 +437,8 @@ def test_the_log_has_ages_mixed_rows_and_lengths():
     run.engines.end()
     run.engines.end((1, 0))
     run.train(2)
-    meter.add_round(*run.generation.lag)
-    meter.add_taken(run.rounds, run.generation.version)
+    meter.add_round(run.generation.ages)
+    meter.add_taken(run.rounds)
     found = summarize_rounds([meter.take((0.0, 0.0), np.zeros((0, 4)))], [0.0])
     assert found["in_flight/mixed_rows"] == 0.5 and found["in_flight/swapped_rows"] > 0
     assert found["staleness/rounds_max"] == 2 and 1 < found["staleness/rounds_mean"] < 2

@@ -11,6 +11,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 import torch
+from stubs import rounds_of
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import RepeatSampler
@@ -22,7 +23,6 @@ from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.groups import Group
 from trl_multinode.rollouts.recorded import Recorded, Scores, Turn
 from trl_multinode.rollouts.recorded_groups import RecordedGroups
-from trl_multinode.rollouts.rounds import Rounds
 from trl_multinode.rollouts.sampling_again import SamplingAgain, are_flat, drawn_index
 from trl_multinode.rollouts.saved_groups import SavedGroups, decoded, encoded
 from trl_multinode.rollouts.seeds import RowSeeds
@@ -56,7 +56,8 @@ class Lists(dict):
 
 
 def again_of(rank=0, ranks=1, most=MOST, **fields) -> SamplingAgain:
-    return SamplingAgain(SimpleNamespace(dynamic_sampling=most), trainer_of(rank, ranks, **fields))
+    settings, meter = SimpleNamespace(dynamic_sampling=most), StalenessMeter(SimpleNamespace())
+    return SamplingAgain(settings, meter, trainer_of(rank, ranks, **fields))
 
 
 # ---- which groups are flat
@@ -217,10 +218,7 @@ class Rank:
         self.delays = np.random.default_rng(rank + 10 * ranks)
         self.lock = threading.Lock()
         groups = partial(RecordedGroups, self.make, lambda: 0)
-        seeds = lambda number, rows: None  # noqa: E731
-        self.rounds = Rounds(
-            f"Rank {rank}", NoStream(), open_rounds, max_age, seeds, open_groups=groups
-        )
+        self.rounds = rounds_of(NoStream(), open_rounds, max_age, rank, groups)
 
     def make(self, group: Group, ask) -> Recorded:
         return self.again.sample(group, self.record, self.dropped.append)
@@ -298,7 +296,7 @@ def test_groups_and_tokens_that_were_dropped_are_counted_and_logged():
     rank = Rank(0, 1, order_of_trl(), 0, 0)
     for number in range(ROUNDS):
         rank.train(number)
-    counts = rank.again.take_counts()
+    counts = rank.again._meter.take((0.0, 0.0), np.zeros((0, 4)))
     groups, dropped = counts["sampled_groups"], counts["dropped_groups"]
     tokens, dropped_tokens = counts["sampled_tokens"], counts["dropped_tokens"]
     assert groups == PLACES * ROUNDS + dropped and dropped == len(rank.dropped) > PLACES
@@ -307,10 +305,7 @@ def test_groups_and_tokens_that_were_dropped_are_counted_and_logged():
         == sum(len(row.tokens) for one in rank.dropped for row in one.turns[0].rows)
         < tokens
     )
-    assert not rank.again.take_counts()
-    meter = StalenessMeter(SimpleNamespace())
-    meter.add(**counts)
-    found = summarize_rounds([meter.take((0.0, 0.0), np.zeros((0, 4)))], [0.0])
+    found = summarize_rounds([counts], [0.0])
     assert found["dynamic_sampling/dropped_share"] == dropped / groups
     assert found["dynamic_sampling/extra_tokens"] == dropped_tokens / tokens
 

@@ -116,7 +116,13 @@ def group(
     kept = [{"start": float(number + row)} for row in range(len(texts))] if environments else None
     ids = [[number, *map(ord, text)] for text in texts]
     return Recorded(
-        inputs, [one["prompt"] for one in inputs], texts, ids, turns=[], environments=kept
+        inputs,
+        [one["prompt"] for one in inputs],
+        texts,
+        ids,
+        turns=[],
+        environments=kept,
+        fields=[{}] * len(texts),
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
+from trl_multinode.rollouts.token_ages import TokenAges
 
 
 def meter(mode: str = "token_truncate", low=None, high=2.0) -> StalenessMeter:
@@ -129,9 +130,9 @@ def test_the_share_of_nan_is_that_of_the_trained_tokens_of_all_ranks():
 
 def test_staleness_is_reported_in_rounds_and_in_optimizer_steps_over_all_ranks():
     first, second = meter(), meter()
-    first.add_round(0, 0)
-    first.add_round(1, 4)
-    second.add_round(1, 2)
+    first.add_round(TokenAges())
+    first.add_round(TokenAges(1, 1, 4, 4))
+    second.add_round(TokenAges(1, 1, 2, 2))
     found = metrics(first, second)
     assert (
         found["staleness/rounds_mean"] == pytest.approx(2 / 3)

@@ -11,11 +11,11 @@ import torch
 from datasets import Dataset
 from refusals import refused
 from safetensors.torch import save_file
+from stubs import rounds_of
 
 from trl_multinode.engine.client import Rollout
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.groups import Group
-from trl_multinode.rollouts.rounds import Rounds
 from trl_multinode.rollouts.saved_groups import decoded
 from trl_multinode.run.phases import Phases
 from trl_multinode.saving.checkpoints import (
@@ -92,7 +92,7 @@ class RoundsOfARank:
         self.stream = Rows()
         self.rounds = None
         if max_staleness:
-            self.rounds = Rounds("Rank 0", self.stream, 1, 1, lambda number, rows: None)
+            self.rounds = rounds_of(self.stream)
             self.rounds.updates.add(VERSION, 1)
 
     def submit(self) -> None:
@@ -205,7 +205,7 @@ def test_inside_a_block_position_block_and_the_round_ahead_come_back(has_format,
     assert [part["ids"].tolist() for part in trainer._buffered_inputs] == [[[1, 2]], [[3, 4]]]
     made = trainer.vllm_generation.take()
     # the numbers of updates begin anew, the optimizer step stays
-    assert made.version == WeightVersion(-1, 4)
+    assert made.rows[0].version == WeightVersion(-1, 4)
     for row, was in zip(made.rows, rows(), strict=True):
         assert (
             row.tokens.tolist() == was.tokens.tolist()

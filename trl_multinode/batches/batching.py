@@ -136,7 +136,7 @@ def plan_micro_steps(
         pools = (firsts[:, None] + np.arange(0, size, in_pool)).reshape(-1)
         cuts = Cuts(flat[order].max(axis=1), in_pool, cap, linear)
         parts.append((order, pools, cuts))
-    counts = common_counts([cuts for *_, cuts in parts])
+    counts = common_counts([cuts for *_, cuts in parts], rows)
     overhead = cap * linear // OVERHEAD
     curve = np.max([cuts.curve(counts[-1]) for *_, cuts in parts], axis=0)[counts]
     count = counts[int((curve + overhead * np.array(counts)).argmin())]
@@ -151,12 +151,11 @@ def plan_micro_steps(
     return Plan(targets, steps, flat, ranks, num_pools, linear)
 
 
-def common_counts(parts: Sequence["Cuts"]) -> range:
-    """Return the numbers of micro-steps to choose from, which are possible in all parts."""
+def common_counts(parts: Sequence["Cuts"], rows: int) -> range:
+    """Return the numbers of micro-steps to choose from, which are possible in all parts, for `rows` rows per rank."""
     fewest = max(cuts.count_fewest() for cuts in parts)
-    possible = parts[0].possible  # rows of a rank
     # one row per bin is possible in every part, which a number below may not be
-    most = possible if len(parts) > 1 else max(fewest, min(possible, MORE_STEPS * fewest))
+    most = rows if len(parts) > 1 else max(fewest, min(rows, MORE_STEPS * fewest))
     return range(fewest, most + 1)
 
 
@@ -231,11 +230,6 @@ class Cuts:
         left = n - position
         too_few = (left > 0) & (left < self.ranks)
         return position, np.where(too_few, NEVER, costs)
-
-    @property
-    def possible(self) -> int:
-        """Most micro-steps: those of one row per rank."""
-        return len(self._lengths) // self.ranks
 
     def cut(self, count: int) -> np.ndarray:
         """Return the bin edges of the cheapest `count` micro-steps, the most expensive one first.

@@ -5,7 +5,8 @@ longest completion. The model gets rows that all begin in column 0, so its batch
 Attention with relative positions gives the same result in both layouts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -181,14 +182,15 @@ class Compact:
         """Move token ids to column 0, shape `(rows, width)`. `attention_mask` hides the columns after a row's end."""
         return input_ids.gather(1, self._source)
 
-    def only_completions(self, labels: torch.Tensor) -> torch.Tensor:
-        """Mask the labels of prompt tokens, shape `(rows, width)`.
+    def call(self, model: Callable[..., Any], *, labels: torch.Tensor, **inputs: Any) -> Any:
+        """Call a model with the labels of completion tokens only, shape `(rows, width)`.
 
         TRL masks the columns before the first kept logit, that is up to the end of the shortest prompt. On GPUs its
         head computes the vocabulary for each label that is left.
         """
         columns = torch.arange(labels.shape[1], device=labels.device)
-        return labels.masked_fill(columns < self._prompts[:, None], -100)
+        labels = labels.masked_fill(columns < self._prompts[:, None], -100)
+        return model(**inputs, labels=labels)
 
     def restore(self, values: torch.Tensor | None) -> torch.Tensor | None:
         """Move values from `(rows, self.logits_to_keep)` to `(rows, completion)`; zero after the end, as in TRL."""

@@ -191,25 +191,14 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
 
         def compact(ids: torch.Tensor, mask: torch.Tensor, keep: int) -> Scores:
             layout = Compact(mask, keep, self.pad_to_multiple_of or 1)
-            scored = partial(_call_with_labels, model, layout.only_completions)
-            found = score(
-                scored, layout.ids(ids), layout.attention_mask, layout.logits_to_keep, **kwargs
-            )
+            call = partial(layout.call, model)
+            keep = layout.logits_to_keep
+            found = score(call, layout.ids(ids), layout.attention_mask, keep, **kwargs)
             return layout.restore(found[0]), layout.restore(found[1]), found[2]
 
         if torch.is_grad_enabled():
             return compact(input_ids, attention_mask, logits_to_keep)
         return self._balance.score(compact, input_ids, attention_mask, logits_to_keep), None, None
-
-
-def _call_with_labels(
-    model: Callable[..., Any],
-    change: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    labels: torch.Tensor,
-    **inputs: Any,
-) -> Any:
-    return model(**inputs, labels=change(labels))
 
 
 class Balance:

@@ -39,10 +39,7 @@ class RowExchange:
     """
 
     def __init__(self, topology: Topology, across: str, device: torch.device):
-        self._distributed = dist.is_available() and dist.is_initialized()
-        self.rank, nodes = 0, [1]
-        if self._distributed:
-            self.rank, nodes = dist.get_rank(), [node.ranks for node in topology.nodes]
+        self.rank, nodes = topology.rank, [node.ranks for node in topology.nodes]
         world, fewest = sum(nodes), min(nodes)
         first = np.cumsum([0, *nodes[:-1]])
         self._node = np.repeat(np.arange(len(nodes)), nodes)  # of each rank
@@ -69,10 +66,11 @@ class RowExchange:
             mine (`torch.Tensor` of shape `(rows, 2)`):
                 Tokens of this rank's rows.
         """
-        if not self._distributed:
+        world = len(self._node)
+        if world == 1:
             return mine.cpu().numpy()[None]
         mine = mine.to(torch.int32).contiguous()
-        every = mine.new_empty(dist.get_world_size() * len(mine), 2)
+        every = mine.new_empty(world * len(mine), 2)
         dist.all_gather_into_tensor(every, mine)
         return every.view(-1, len(mine), 2).cpu().numpy()
 

@@ -1,5 +1,6 @@
 """Rows of all ranks: `RowDealer` plans who runs which rows, and moves the rows and what is computed from them."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,27 +15,26 @@ from .row_exchange import RowExchange, topology_of_ranks
 Tensors = dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
 class Share:
-    """Rows that one rank runs, with the source and target rank of every row.
+    """Rows that one rank runs.
 
     Args:
         plan ([`Plan`]), sizes (`np.ndarray` of shape `(rows, 2)`):
             Plan, and prompt and completion tokens, of the rows of all ranks.
-        rank (`int`):
-            This rank.
-        inputs (`dict[str, torch.Tensor]`):
-            Slice of the rows, whose scalars hold for all rows.
+        own (`list[int]`):
+            Numbers of the rows that this rank holds before the exchange.
+        steps (`list[dict[int, Row]]`):
+            Rows that this rank runs, by micro-step.
+        scalars (`dict[str, torch.Tensor]`):
+            Fields with one value for all rows.
     """
 
-    def __init__(self, plan: Plan, sizes: np.ndarray, rank: int, inputs: Tensors):
-        self.plan, self.sizes = plan, sizes
-        self.owners, self.targets = plan.owners, plan.targets
-        # rows that this rank holds before the exchange
-        self.own = np.flatnonzero(self.owners == rank).tolist()
-        self.scalars = {
-            name: value for name, value in inputs.items() if value is not None and value.ndim == 0
-        }
-        self.steps: list[dict[int, Row]] = []  # rows that this rank runs, by micro-step
+    plan: Plan
+    sizes: np.ndarray
+    own: list[int]
+    steps: list[dict[int, Row]]
+    scalars: Tensors
 
 
 class RowDealer:
@@ -68,40 +68,45 @@ class RowDealer:
         table = self.exchange.all_lengths(torch.cat([lengths(part) for part in inputs]))
         padded = -(-table.sum(2) // self._multiple) * self._multiple
         self._check(padded)
-        share = Share(self._plan(padded), table.reshape(-1, 2), self.exchange.rank, inputs[0])
-        own = [row for part in inputs for row in cut_rows(part, self.per_token)]
-        rows = dict(zip(share.own, own, strict=True))
-        rows |= self._exchanged(rows, share)
-        for numbers in share.plan.bins(self.exchange.rank):
-            share.steps.append({number: rows[number] for number in numbers})
-        return share
+        plan, sizes, rank = self._plan(padded), table.reshape(-1, 2), self.exchange.rank
+        own = np.flatnonzero(plan.owners == rank).tolist()
+        cut = [row for part in inputs for row in cut_rows(part, self.per_token)]
+        rows = dict(zip(own, cut, strict=True))
+        rows |= self._exchanged(rows, plan, sizes)
+        steps = [{number: rows[number] for number in numbers} for numbers in plan.bins(rank)]
+        scalars = {
+            name: value
+            for name, value in inputs[0].items()
+            if value is not None and value.ndim == 0
+        }
+        return Share(plan, sizes, own, steps, scalars)
 
-    def _exchanged(self, rows: dict[int, Row], share: Share) -> dict[int, Row]:
+    def _exchanged(self, rows: dict[int, Row], plan: Plan, sizes: np.ndarray) -> dict[int, Row]:
         """Send the rows that other ranks run, and return those of other ranks that this one runs."""
         like = next(iter(rows.values()))
         in_row = [name for name in like if name in self.per_token]
         others = sum(
             value.numel() for name, value in like.items() if name not in (*in_row, "prompt_ids")
         )
-        record_sizes = share.sizes[:, 0] + len(in_row) * share.sizes[:, 1] + others
+        record_sizes = sizes[:, 0] + len(in_row) * sizes[:, 1] + others
         leaving = {}
         for number, row in rows.items():
-            if share.targets[number] != self.exchange.rank:
+            if plan.targets[number] != self.exchange.rank:
                 leaving[number] = row_to_record(row)
-        arrived = self.exchange.move(leaving, record_sizes, share.owners, share.targets)
+        arrived = self.exchange.move(leaving, record_sizes, plan.owners, plan.targets)
         return {
-            number: record_to_row(record, like, share.sizes[number], self.per_token)
+            number: record_to_row(record, like, sizes[number], self.per_token)
             for number, record in arrived.items()
         }
 
     def send_back(self, share: Share, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Send values per completion token to the ranks that hold the rows; return those of this rank's own rows."""
-        records = {}
+        owners, records = share.plan.owners, {}
         for number, of_row in values.items():
-            if share.owners[number] != self.exchange.rank:
+            if owners[number] != self.exchange.rank:
                 records[number] = row_to_record({"values": of_row})
         sizes = share.sizes[:, 1]
-        back = self.exchange.move(records, sizes, share.targets, share.owners)
+        back = self.exchange.move(records, sizes, share.plan.targets, owners)
         return {number: record.view(torch.float32) for number, record in back.items()}
 
     def _plan(self, padded: np.ndarray) -> Plan:

@@ -1,6 +1,5 @@
 """TRL's experimental GOLD on the engines of every node."""
 
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +32,7 @@ class MultiNodeGOLDTrainer(BufferedNodeTrainer, GOLDTrainer):
 
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
-        self._texts = TextLogging(
-            sys.modules[GOLDTrainer.__module__], keep=self.args.log_completions
-        )
+        self._texts = TextLogging(self._code(), keep=self.args.log_completions)
 
     def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)

@@ -1,16 +1,18 @@
 """Metrics of an interval between two logs, from the numbers of all ranks. docs/operate/observe.md lists the names."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
 from statistics import fmean
+from typing import Any, TypeVar
 
-from ..rollouts.staleness import NUM_SUMS, RoundSums, merged
+from ..rollouts.staleness import SUMS, RoundSums
 from ..run.phases import PHASES
 from ..run.topology import Topology
 from ..weights.timings import STAGES
 from .flops import ModelFlops
 
+T = TypeVar("T")
 SECONDS_PER_HOUR = 3600.0
 
 
@@ -28,7 +30,7 @@ class StepSums:
     host_gib: float = math.nan  # resident memory of the process
 
 
-NUM_NUMBERS = len(PHASES) + len(STAGES) + NUM_SUMS + len(fields(StepSums))
+NUM_NUMBERS = len(PHASES) + len(STAGES) + len(SUMS) + len(fields(StepSums))
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class RankNumbers:
         return cls(
             phases={name: next(numbers) for name in PHASES},
             stages=[next(numbers) for _ in STAGES],
-            rounds=RoundSums(*islice(numbers, NUM_SUMS)),
+            rounds={name: next(numbers) for name in SUMS},
             step=StepSums(*numbers),
         )
 
@@ -60,6 +62,11 @@ class RunShape:
     iterations: int = 1  # `num_iterations`: times that a completion is trained on
     flops: ModelFlops | None = None
     peak_flops: float | None = None  # of one device
+
+
+def merged(rows: Sequence[T], merge: Callable[[Any], float]) -> T:
+    """Return one row of numbers: each is merged from those of all rows, dataclasses of one kind."""
+    return type(rows[0])(*map(merge, zip(*(vars(row).values() for row in rows), strict=True)))
 
 
 def step_metrics(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dict[str, float]:
@@ -136,16 +143,15 @@ def _largest(name: str, values: list[float], topology: Topology | None = None) -
 def _node_metrics(ranks: list[RankNumbers], steps: int) -> dict[str, float]:
     """Return the metrics of one node: mean seconds of its ranks per step, its tokens, memory and engines."""
     metrics = {f"{name}_s": fmean(rank.phases[name] for rank in ranks) / steps for name in PHASES}
-    steps_of_ranks, rounds_of_ranks = [rank.step for rank in ranks], [rank.rounds for rank in ranks]
-    step, rounds = merged(steps_of_ranks, sum), merged(rounds_of_ranks, sum)
-    if step.tokens:
-        metrics["tokens"] = step.tokens / steps
-    gpu = _largest("gib", [each.gpu_gib for each in steps_of_ranks])
-    largest = gpu or _largest("gib", [each.host_gib for each in steps_of_ranks])
+    each_step, each_round = [rank.step for rank in ranks], [rank.rounds for rank in ranks]
+    if tokens := merged(each_step, sum).tokens:
+        metrics["tokens"] = tokens / steps
+    gpu = _largest("gib", [one.gpu_gib for one in each_step])
+    largest = gpu or _largest("gib", [one.host_gib for one in each_step])
     metrics["memory_gib"] = largest["gib/max"]
-    if kv_use := max(each.engine_kv_use for each in rounds_of_ranks):
+    if kv_use := max(one["engine_kv_use"] for one in each_round):
         metrics["kv_use"] = kv_use
-    if rounds.engine_clock_s:
-        metrics["engine_busy"] = rounds.engine_busy_s / rounds.engine_clock_s
-        metrics["engine_filled"] = rounds.engine_slot_s / rounds.engine_clock_s
+    if clock_s := sum(one["engine_clock_s"] for one in each_round):
+        metrics["engine_busy"] = sum(one["engine_busy_s"] for one in each_round) / clock_s
+        metrics["engine_filled"] = sum(one["engine_slot_s"] for one in each_round) / clock_s
     return metrics

@@ -9,12 +9,12 @@ import psutil
 import torch
 
 from ..rollouts.generation import NodeGeneration
-from ..rollouts.staleness import StalenessMeter, merged, summarize_rounds
+from ..rollouts.staleness import StalenessMeter, summarize_rounds
 from ..run.reporter import report
 from ..run.splits import StepTimes, split_advice
 from ..weights.timings import SyncTimings, sync_metrics
 from .flops import model_flops, peak_flops
-from .metrics import RankNumbers, RunShape, StepSums, step_metrics
+from .metrics import RankNumbers, RunShape, StepSums, merged, step_metrics
 
 ADVICE_AT_STEP = 5
 GIB = 2**30
@@ -102,7 +102,7 @@ class StepReport:
         mine = [
             *host.phases.take_sums(),
             *sync.stages(),
-            *astuple(rounds),
+            *rounds.values(),
             *astuple(self._take_step()),
         ]
         rows = self._accelerator.gather(
@@ -167,13 +167,13 @@ class StepReport:
     def _step_times(self, ranks: list[RankNumbers], steps: int) -> StepTimes:
         """Return the slowest rank's seconds per step of an interval."""
         engines = max(1, len(self._host.updates.clocks.seconds))
-        slowest = max((rank.rounds for rank in ranks), key=lambda rounds: rounds.engine_busy_s)
+        slowest = max((rank.rounds for rank in ranks), key=lambda rounds: rounds["engine_busy_s"])
         generate_s = max(rank.phases["generate"] for rank in ranks) / steps
         # with rounds ahead a rank measures only its waits; the engines' clocks measure all generation
         if self._host.settings.max_staleness > 0:
-            generate_s = slowest.engine_busy_s / engines / steps
+            generate_s = slowest["engine_busy_s"] / engines / steps
         train_s = max(rank.phases["train"] for rank in ranks) / steps
-        tail_s = min(generate_s, slowest.engine_tail_s / engines / steps)
+        tail_s = min(generate_s, slowest["engine_tail_s"] / engines / steps)
         return StepTimes(generate_s, train_s, tail_s)
 
 

@@ -16,17 +16,17 @@ from ..engine.client import Rollout
 from ..engine.node_engines import NodeEngines
 from ..engine.stream import Request
 from ..errors import ConfigurationError
-from ..run.reporter import report
 from ..weights.timings import SyncTimings
 from ..wire.messages import WeightVersion
 from .groups import Group
 from .recorded import Recorded, Turn
 from .recorded_groups import RecordedGroups
 from .requests import Prompts, check_lengths, check_logprobs, merged, requests_of
-from .rounds import BatchAhead, rounds_of
+from .rounds import BatchAhead, Rounds
 from .rows import trls_rows
 from .seeds import RowSeeds
 from .stand_in import Ask
+from .token_ages import TokenAges
 from .upcoming import Batch
 
 # Attributes of TRL's `VLLMGeneration` that it reads at every `generate`, and those that only its start reads
@@ -78,7 +78,6 @@ class NodeGeneration:
                 setting="logprobs",
                 got=logprobs,
             )
-        self.model = model
         self.accelerator = accelerator
         # TRL's names: a callback may change them between two rounds
         self.repetition_penalty = repetition_penalty
@@ -107,15 +106,13 @@ class NodeGeneration:
             )
         )
         host.updates.on_lost = self._restore
-        self.rounds = (
-            rounds_of(self, host.settings, self._stream()) if host.settings.max_staleness else None
-        )
+        self.rounds: Rounds | None = None
+        if host.settings.max_staleness:
+            self.rounds = Rounds(self, host.settings, self._stream())
         self._returns_logprobs = logprobs is not None
         if self._returns_logprobs:
             check_logprobs(self.engines, self.sampling, str(host.topology))
         self.rows: list[Rollout] = []  # completions of the last `generate` call
-        # completions of the round's first `generate` call
-        self.used, self.used_version = Turn([], []), self.version
         # called before the next round's requests are sent
         self.on_stale: Callable[[Turn], None] = lambda made: None
         self.on_generated: Callable[[], None] | None = None  # called at the end of every `generate`
@@ -123,7 +120,7 @@ class NodeGeneration:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Let a callback change what TRL's object would read at its next `generate`, and refuse what has no effect."""
-        if name in self._fixed() and value != getattr(self, name):
+        if self._is_fixed(name) and value != getattr(self, name):
             raise ConfigurationError(
                 f"`vllm_generation.{name}` cannot change (got {value!r}) while rounds run ahead: rows that "
                 "are open were sampled with the setting before.",
@@ -140,16 +137,12 @@ class NodeGeneration:
             )
         super().__setattr__(name, value)
 
-    def _fixed(self) -> tuple[str, ...]:
-        """Return the sampling attributes that cannot change now, because open rows have the setting before."""
-        if vars(self).get("rounds") is None:
-            return ()
+    def _is_fixed(self, name: str) -> bool:
+        """Return whether a sampling attribute cannot change now, because open rows have the setting before."""
+        if name not in SAMPLING or vars(self).get("rounds") is None:
+            return False
         # a round that is generated ahead may end with the old limit, which needs no correction
-        return (
-            SAMPLING
-            if self._host.settings.in_flight
-            else tuple(set(SAMPLING) - {"max_completion_length"})
-        )
+        return name != "max_completion_length" or self._host.settings.in_flight
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -169,7 +162,7 @@ class NodeGeneration:
     def record(self, make: Callable[[Group, Ask], Recorded]) -> None:
         """Let `make` produce the whole rollouts of a group in a thread of the group, from now on."""
         groups = partial(RecordedGroups, make, lambda: self.version.update)
-        self.rounds = rounds_of(self, self._host.settings, self._stream(), groups)
+        self.rounds = Rounds(self, self._host.settings, self._stream(), groups)
 
     def begin_round(self, mode: str, number: int) -> None:
         """Start the round of a new batch of prompts. Every rank calls it, with the same `mode` and `number`.
@@ -182,7 +175,8 @@ class NodeGeneration:
         """
         self.seeds.begin_round(mode, number)
         self._number = number
-        self._trains = self._takes_ahead = mode == "train"
+        self._trains = mode == "train"
+        self._takes_ahead = self._trains and self.rounds is not None
         self.generated = False  # in this round; trainers that mix in other data may not generate
 
     def take_groups(self, num_rows: int, group_size: int, batch_ahead: BatchAhead) -> Batch | None:
@@ -203,11 +197,10 @@ class NodeGeneration:
                 Function that returns the batch so many rounds ahead, and its prompts; `None` if none follows.
         """
         assert self.rounds is not None
-        checked = partial(self._checked_batch, batch_ahead)
-        self.rounds.begin_round(self._number, num_rows // group_size, group_size, checked)
+        self.rounds.begin_round(self._number, num_rows // group_size, group_size, batch_ahead)
         if self.rounds.must_sync:
             self.sync_weights()
-            self._begin_following()
+            self.rounds.begin_following(self.version)
         if not (self.rounds.groups.ids or self._host.settings.in_flight):
             return None
         with self._phases("generate"):
@@ -215,34 +208,27 @@ class NodeGeneration:
                 self._recover()
             return rows
 
-    def _checked_batch(self, batch_ahead: BatchAhead, rounds: int) -> tuple[Batch, Prompts] | None:
-        found = batch_ahead(rounds)
-        # the prompts of whole rollouts are made later, in their groups
-        if found is not None and any(found[1]):
-            check_lengths(found[1], self.engines.max_model_len, self.accelerator.process_index)
-        return found
-
     def take_seconds_ahead(self) -> tuple[float, float]:
         """Return the seconds of generating ahead since the last call, and those of them in which the rank waited."""
         return (0.0, 0.0) if self.rounds is None else self.rounds.groups.take_seconds()
 
     @property
-    def lag(self) -> tuple[float, float]:
-        """Return the age of the current round's completions, in generation rounds and in optimizer steps.
-
-        For rounds in flight it is the mean over their tokens.
-        """
+    def ages(self) -> TokenAges:
+        """Return the ages of the current round's tokens."""
         if self.rounds is not None:
-            ages = self.rounds.ages(self.version)
-            return ages.rounds_mean, ages.steps_mean
-        return int(self.stale), self._host.step() - self.used_version.step
+            return self.rounds.ages(self.version)
+        steps = self._host.step() - self.version.step
+        return TokenAges(steps_mean=steps, steps_max=steps)
 
     @property
     def stale(self) -> bool:
-        """Return whether older weights took part in the current round's completions, if only by their caches."""
-        if self.rounds is not None:
-            return self.rounds.stale(self.version)
-        return self.used_version != self.version
+        """Return whether older weights took part in this training round's completions, if only by their caches."""
+        return self._trains and self.rounds is not None and self.rounds.stale(self.version)
+
+    @property
+    def used_version(self) -> WeightVersion:
+        """The oldest weights that began one of the rows of the last `generate` call."""
+        return min((row.version for row in self.rows), default=self.version)
 
     def weights_changed(self) -> None:
         """Make the next sync send all weights, frozen ones too, because they changed without an optimizer step. All
@@ -365,7 +351,7 @@ class NodeGeneration:
             `WeightVersionError`: if a completion's weights are not those of the last sync before its request.
             `EngineError`: if an engine failed or stalled.
         """
-        check_lengths(prompts, self.engines.max_model_len, self.accelerator.process_index)
+        check_lengths(self, prompts)
         self.generated = True
         with self._phases("generate"), profiler or nullcontext():
             rows = (
@@ -394,24 +380,22 @@ class NodeGeneration:
 
     def _first_call(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         """Return this round's completions, made ahead if possible, and submit the next round's prompts."""
+        assert self.rounds is not None
         self._takes_ahead = False
-        made = None if self.rounds is None else self.rounds.made(prompts)
+        made = self.rounds.made(prompts)
         if made is None or (any(images or ()) and made.images is None):
-            if self.rounds is not None:
-                self.rounds.taken = []
+            self.rounds.taken = []
             rows = self._fresh(prompts, images)
-            self.used, self.used_version = Turn(prompts, rows), self.version
         else:
             self.seeds.of_call(prompts)  # count the rows made ahead as the round's first call
-            self._use(made)
-        if self.rounds is not None:
-            self._begin_following()
-        return self.used.rows
+            rows = self._use(made)
+        self.rounds.begin_following(self.version)
+        return rows
 
-    def _use(self, made: Turn) -> None:
-        self.used, self.used_version = made, made.version
+    def _use(self, made: Turn) -> list[Rollout]:
         if self.stale:  # it is not if both rounds belong to one optimizer step
             self.on_stale(made)
+        return made.rows
 
     def use_first_turns(self) -> None:
         """Use the recorded rows of this round's `rollout_func`, which replace `generate`, and begin what follows."""
@@ -421,16 +405,7 @@ class NodeGeneration:
         self.rows, self.generated = made.rows, bool(made.rows)
         if made.rows:
             self._use(made)
-        self._begin_following()
-
-    def _begin_following(self) -> None:
-        assert self.rounds is not None
-        continued, again = self.rounds.begin_following(self.version)
-        if continued or again:
-            report(
-                f"rank {self.accelerator.process_index}: {continued} rows that were under way at the checkpoint "
-                f"continue, {again} begin again"
-            )
+        self.rounds.begin_following(self.version)
 
     def _fresh(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         """Return completions of exactly the current weights, in row order."""

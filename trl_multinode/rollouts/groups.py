@@ -243,16 +243,20 @@ class OpenGroups:
             `bool`: whether no engine is left.
         """
         with self._changed:
-            self._wait_until(lambda: self._all_complete() or self._stream.stopped)
-            return not self._all_complete()
+            return not self._wait_until(self._all_complete)
 
-    def _wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait, and raise the error that stopped the thread, if there is one. The caller holds the lock."""
+    def _wait_until(self, done: Callable[[], bool]) -> bool:
+        """Wait, and return whether it is done; `False` if no engine is left. The caller holds the lock.
+
+        Raises:
+            `EngineError` or `WeightVersionError`: the error that stopped the thread, if there is one.
+        """
         start = time.monotonic()
-        self._changed.wait_for(lambda: self._error is not None or done())
+        self._changed.wait_for(lambda: self._error is not None or done() or self._stream.stopped)
         self._waited_s += time.monotonic() - start
         if self._error is not None:
             raise self._error
+        return done()
 
     def _all_complete(self) -> bool:
         return len(self._complete()) == len(self._open)
@@ -277,8 +281,7 @@ class OpenGroups:
                     f"Round {number} trains {count} groups and only {len(self._open)} were begun. A subclass or a "
                     "callback changes the batches between the dataloader and the trainer; use `max_staleness=0`."
                 )
-            self._wait_until(lambda: self._may_take(count, number) or self._stream.stopped)
-            if not self._may_take(count, number):
+            if not self._wait_until(lambda: self._may_take(count, number)):
                 return None
             return [self._open.pop(group.id) for group in self._complete()[:count]]
 

@@ -111,27 +111,21 @@ class LossScores:
             yield
 
     def is_for(self, output: Mapping[str, Any]) -> bool:
-        """Return whether a round or a batch of it was left to the losses."""
+        """Return whether a round was left to the losses."""
         return bool(self._replaces) and self._trainer.model.training and SCORED not in output
 
-    def add_round(self, output: dict[str, Any], stale: bool, generated: bool) -> None:
-        """Add the fields by which the losses know whose rows they have.
-
-        Args:
-            output (`dict[str, Any]`):
-                Output of TRL's `_generate_and_score_completions`, to which the fields are added.
-            stale (`bool`):
-                Whether older weights made the completions.
-            generated (`bool`):
-                Whether engines of this library made them.
-        """
+    def add_round(self, output: dict[str, Any]) -> None:
+        """Add the fields by which the losses know whose rows they have, to an output of TRL's
+        `_generate_and_score_completions` that was left to them."""
+        if not self.is_for(output):
+            return
         rounds, world = len(self._generated), self._accelerator.num_processes
         origin = rounds * world + self._accelerator.process_index
-        self._generated.append(generated)
+        self._generated.append(self._trainer.vllm_generation.generated)
         output[ORIGIN] = torch.full_like(output["completion_mask"][:, 0], origin)
         # in every round, because rows of several ones share a batch
         if self._trainer.max_staleness:
-            output[PRESENT] = self._monitor.present_logps(output, stale)
+            output[PRESENT] = self._monitor.present_logps(output)
 
     # ---- the losses -------------------------------------------------------------------------------------------------
 
@@ -187,7 +181,7 @@ class LossScores:
         self._sums.index_add_(0, origin, rows)
         index = origin[:, None].expand_as(extremes)
         self._extremes.scatter_reduce_(0, index, extremes, "amax")
-        weights = self._meter.weight_sums(batch | {SCORED: logps})
+        weights = self._meter.weight_sums(batch | {SCORED: logps}).sum(0)
         self._weights = self._weights.to(weights.device) + weights
 
     # ---- the end of the optimizer step ------------------------------------------------------------------------------
@@ -205,7 +199,7 @@ class LossScores:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(sums)
             dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        self._meter.add_weight_sums(self._weights)
+        self._meter.add_weight_sums(self._weights.tolist())
         shape = (-1, self._accelerator.num_processes)
         rounds, highest = (
             found.view(*shape, found.shape[-1]).tolist() for found in (sums, extremes)

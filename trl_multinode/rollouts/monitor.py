@@ -75,15 +75,15 @@ class DivergenceMonitor:
         """Limit for the mean difference per token; 0 if the check is off. Its first use is in the first round."""
         return self._host.updates.divergence_limit
 
-    def check(self, output: dict, stale: bool = False, in_losses: bool = False) -> tuple[int, int]:
+    def check(self, output: dict, in_losses: bool = False) -> tuple[int, int]:
         """Raise if the log-probs of engine and trainer differ too much on this rank, or if too many are NaN.
+
+        If older weights made these completions, their log-probs do not test the engine's current weights. The
+        difference is then that of the row whose score `ask` requested, if any.
 
         Args:
             output (`dict`):
                 Output of TRL's `_generate_and_score_completions`.
-            stale (`bool`, *optional*, defaults to `False`):
-                True if older weights made these completions, so that their log-probs do not test the engine's current
-                weights. The difference is then that of the row whose score `ask` requested, if any.
             in_losses (`bool`, *optional*, defaults to `False`):
                 True if the losses will have the trainer's log-probs, for `judge_sums`. This check is then of NaN from
                 the engine only.
@@ -106,7 +106,7 @@ class DivergenceMonitor:
             self._where, scores, self._generation.used_version, self._generation.version
         )
         if len(scores) == len(SIDES):
-            present = self.present_logps(output, stale)[trained]
+            present = self.present_logps(output)[trained]
             difference = (scores["trainer"] - present).abs()
             # 0 if there is no number
             self._judge(difference.nanmean().nan_to_num(posinf=float("inf")).item())
@@ -117,13 +117,13 @@ class DivergenceMonitor:
             self.limit = 0.0
         return counts
 
-    def present_logps(self, output: dict, stale: bool) -> torch.Tensor:
+    def present_logps(self, output: dict) -> torch.Tensor:
         """
         Return what the engines' present weights give to a round's tokens, shape `(rows, completion)`: what they gave
         when they generated, or for stale completions the score of the row that `ask` requested; NaN: not known.
         """
         sampled = output[SIDES["engine"]]
-        if not stale:
+        if not self._generation.stale:
             return sampled.clone()
         found = torch.full_like(sampled, torch.nan)
         if self._requested is not None and (row := self._requested[0]) < len(found):

@@ -10,7 +10,6 @@ import numpy as np
 
 from ..engine.client import Rollout
 from ..images import images_of
-from ..wire.messages import WeightVersion
 from .upcoming import Batch
 
 Images = list[list | None]  # PIL images of each row
@@ -32,11 +31,6 @@ class Turn:
     prompts: list[list[int]]
     rows: list[Rollout]
     images: Images | None = None
-
-    @property
-    def version(self) -> WeightVersion:
-        """The oldest weights that began one of the rows."""
-        return min([row.version for row in self.rows], default=WeightVersion())
 
 
 class ToolLoop(NamedTuple):

@@ -49,30 +49,31 @@ def _continues(request: Request, following: Request) -> bool:
     return request.seed is None or following.seed == request.seed + count
 
 
-def check_lengths(prompts: Prompts, limit: int, rank: int, first_row: int = 0) -> None:
+def check_lengths(generation: Any, prompts: Prompts, first_row: int = 0) -> None:
     """Check that every prompt has a token, and leaves room for a completion.
 
     Args:
+        generation ([`NodeGeneration`]):
+            Generation of this rank, with the engines whose context limits a prompt.
         prompts (`list[list[int]]`):
             Token ids, one row per requested completion.
-        limit (`int`):
-            Tokens of an engine's context.
-        rank (`int`), first_row (`int`):
-            This rank, and the place of the first prompt among its rows, for the message.
+        first_row (`int`, *optional*, defaults to 0):
+            Place of the first prompt among the rows of this rank, for the message.
 
     Raises:
         `PromptTooLongError`: if one does not; the message names its row.
         `RolloutError`: if one has no token.
     """
-    for row, prompt in enumerate(prompts):
+    limit, rank = generation.engines.max_model_len, generation.accelerator.process_index
+    for row, prompt in enumerate(prompts, first_row):
         if not len(prompt):
             raise RolloutError(
-                f"Row {first_row + row} of rank {rank}: its prompt has no tokens, and a completion must follow one. "
+                f"Row {row} of rank {rank}: its prompt has no tokens, and a completion must follow one. "
                 "Filter empty prompts out of the dataset, or add a chat template or a first token to them."
             )
         if len(prompt) >= limit:
             raise PromptTooLongError(
-                f"Row {first_row + row} of rank {rank}: its prompt has {len(prompt)} tokens, the engine's context is "
+                f"Row {row} of rank {rank}: its prompt has {len(prompt)} tokens, the engine's context is "
                 f"{limit} and must hold at least one more. Filter long prompts out of the dataset, or raise "
                 "`vllm_max_model_length`."
             )

@@ -23,10 +23,11 @@ from typing import Any
 
 from ..engine.stream import RequestStream
 from ..errors import RolloutError, WeightVersionError
-from ..run.reporter import warn
+from ..run.reporter import report, warn
 from ..wire.messages import WeightVersion
 from .groups import Group, OpenGroups
 from .recorded import Turn
+from .requests import check_lengths
 from .token_ages import TokenAges, UpdateLog
 from .upcoming import Batch
 
@@ -53,50 +54,37 @@ class Rounds:
     """Rounds of one rank on [`OpenGroups`].
 
     Args:
-        where (`str`):
-            Name of the rank, for messages.
+        generation ([`NodeGeneration`]):
+            Generation of this rank, with the seeds of the rows, their settings and the limit of a completion.
+        settings ([`NodeSettings`]):
+            Settings with `max_staleness`, the rounds that are begun and not taken after a round has taken its groups,
+            and `oldest_rounds`, after which a round waits for a group.
         stream ([`RequestStream`]):
             Requests, on connections that nothing else uses.
-        open_rounds (`int`):
-            Rounds that are begun and not taken after a round has taken its groups. With 0, a round begins its own.
-        max_age (`int`):
-            Rounds after which a round waits for a group.
-        seeds (`Callable[[int, int], list[int] | None]`):
-            Function that returns the seeds of a round's rows, from the round and their number.
-        longest (`int`, *optional*, defaults to 0):
-            After a resume, rows that were begun with fewer tokens are continued; the others begin again.
-        limit (`Callable[[], int | None]`, *optional*):
-            Function that returns the limit of a completion that begins now; by default the stream's.
         open_groups (`Callable`, *optional*, defaults to [`OpenGroups`]):
             Function that builds the groups from the stream and a check of each row.
     """
 
     def __init__(
         self,
-        where: str,
+        generation: Any,
+        settings: Any,
         stream: RequestStream,
-        open_rounds: int,
-        max_age: int,
-        seeds: Callable[[int, int], list[int] | None],
-        longest: int = 0,
-        limit: Callable[[], int | None] = lambda: None,
-        open_groups: Callable[..., OpenGroups] = OpenGroups,
+        open_groups: Callable[..., OpenGroups] | None = None,
     ):
-        self._where = where
+        self._generation = generation
+        self._where = f"Rank {generation.accelerator.process_index}"
         self._warned = False
-        self.updates = UpdateLog(where)
+        self.updates = UpdateLog(self._where)
+        open_groups = open_groups or partial(OpenGroups, one_by_one=settings.in_flight)
         self.groups = open_groups(stream, self.updates.check)
         self.taken: list[Group] = []  # groups of the current round
-        self._open_rounds = open_rounds
-        self._max_age = max_age
-        self._seeds = seeds
-        self._longest = longest
-        self._limit = limit
+        self._open_rounds = settings.max_staleness
+        self._spare_rounds = settings.oldest_rounds - settings.max_staleness
         self._number = -1  # current round
         self.last_begun = -1  # last round whose groups were begun
-        self._restored = (
-            False  # groups of a checkpoint are open, and their missing rows are not under way
-        )
+        # whether groups of a checkpoint are open, and their missing rows are not under way
+        self._restored = False
         self._batch_ahead: BatchAhead = lambda rounds: None
         self._num_groups = self._size = 1
 
@@ -105,12 +93,8 @@ class Rounds:
         # a resumed run does not begin with round 0, and an evaluation may come first
         if self._number < 0:
             self.updates.move_to(number)
-        self._number, self._num_groups, self._size, self._batch_ahead = (
-            number,
-            num_groups,
-            size,
-            batch_ahead,
-        )
+        self._number, self._batch_ahead = number, batch_ahead
+        self._num_groups, self._size = num_groups, size
         self.taken = []
 
     @property
@@ -123,22 +107,10 @@ class Rounds:
         self.updates.add(version, self._number if trains else self._number + 1)
         self.groups.counts.update(swaps=1, swapped_rows=self.groups.rows_under_way)
 
-    def begin_following(self, version: WeightVersion) -> tuple[int, int]:
-        """Begin the groups of the batches up to `max_staleness` ahead, and the missing rows of a checkpoint.
-
-        Returns:
-            Number of rows of a checkpoint that continue, and of rows that begin again.
-        """
-        resumed = (0, 0)
+    def begin_following(self, version: WeightVersion) -> None:
+        """Begin the groups of the batches up to `max_staleness` ahead, and the missing rows of a checkpoint."""
         if self._restored:
-            # a shorter `max_age` than before must not make more groups due in a round than it can train
-            self.groups.set_due(
-                lambda index, group: max(
-                    self._due(group.number), self._number + index // self._num_groups
-                )
-            )
-            resumed = self.groups.go_on(version.update, self._longest)
-            self._restored = False
+            self._go_on(version)
         for number in range(
             max(self.last_begun + 1, self._number), self._number + self._open_rounds + 1
         ):
@@ -147,25 +119,46 @@ class Rounds:
                 break
             self.groups.submit(self._groups_of(number, *found, version))
             self.last_begun = number
-        return resumed
+
+    def _go_on(self, version: WeightVersion) -> None:
+        """Begin the missing rows of a checkpoint."""
+        # a shorter `max_age` than before must not make more groups due in a round than it can train
+        self.groups.set_due(
+            lambda index, group: max(
+                self._due(group.number), self._number + index // self._num_groups
+            )
+        )
+        starts_count = settings_from_the_start(self._generation.sampling)
+        longest = 0 if starts_count else self._generation.max_completion_length
+        continued, again = self.groups.go_on(version.update, longest)
+        self._restored = False
+        if continued or again:
+            report(
+                f"{self._where}: {continued} rows that were under way at the checkpoint continue, {again} begin again"
+            )
 
     def _groups_of(
         self, number: int, batch: Batch, prompts: list[list[int]], version: WeightVersion
     ) -> list[Group]:
-        seeds = self._seeds(number, len(batch))
+        generation = self._generation
+        # the prompts of whole rollouts are made later, in their groups
+        if any(prompts):
+            check_lengths(generation, prompts)
+        seeds = generation.seeds.of_round("train", number, len(batch))
+        limit = generation.max_completion_length
         due = self._due(number)
         rows = [slice(start, start + self._size) for start in range(0, len(batch), self._size)]
         return [
             Group(
                 number, place, batch[part], prompts[part], due, self._number, version.update,
-                seeds=None if seeds is None else seeds[part], max_tokens=self._limit(),
+                seeds=None if seeds is None else seeds[part], max_tokens=limit,
             )
             for place, part in enumerate(rows)
         ]  # fmt: skip
 
     def _due(self, number: int) -> int:
         """Return the last round that may train the groups of round `number`."""
-        return number + self._max_age - self._open_rounds
+        return number + self._spare_rounds
 
     def take(self) -> Batch | None:
         """Take the groups of this round, with `num_rows` rows together, and return their rows of the dataset.
@@ -205,7 +198,6 @@ class Rounds:
                     "completions are generated again. Rounds in flight help only if prompts depend on nothing but the "
                     "dataset row."
                 )
-            self.taken = []
             return None
         return made
 
@@ -255,24 +247,3 @@ def settings_from_the_start(sampling: Mapping[str, Any]) -> list[str]:
         for name in FROM_THE_START
         if sampling.get(name) not in (None, 0, [], NEUTRAL.get(name))
     ]
-
-
-def rounds_of(
-    generation: Any,
-    settings: Any,
-    stream: RequestStream,
-    open_groups: Callable[..., OpenGroups] | None = None,
-) -> Rounds:
-    """Return the rounds of a rank's [`NodeGeneration`], with the settings of its host."""
-    return Rounds(
-        f"Rank {generation.accelerator.process_index}",
-        stream,
-        settings.max_staleness,
-        settings.oldest_rounds,
-        partial(generation.seeds.of_round, "train"),
-        longest=0
-        if settings_from_the_start(generation.sampling)
-        else generation.max_completion_length,
-        limit=lambda: generation.max_completion_length,
-        open_groups=open_groups or partial(OpenGroups, one_by_one=settings.in_flight),
-    )

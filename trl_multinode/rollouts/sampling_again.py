@@ -14,7 +14,6 @@ an attempt is drawn by a stateless generator from the run's seed, the round, the
 import copy
 import hashlib
 import threading
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 from ..errors import RolloutError
 from .groups import Group
 from .recorded import Recorded, Scores
+from .staleness import StalenessMeter
 
 TOLERANCE = 1e-8  # of a standard deviation, as in TRL's `is_std_zero`
 TRLS_EPSILON = 1e-4  # that TRL adds to a standard deviation before it divides
@@ -35,21 +35,21 @@ class SamplingAgain:
     Args:
         settings (`NodeSettings`):
             Settings with `dynamic_sampling`.
+        meter ([`StalenessMeter`]):
+            Meter that gets the groups and tokens that were sampled, and those that were dropped.
         trainer ([`~trl_multinode.MultiNodeGRPOTrainer`]):
             Trainer with the training dataset and the weights of its reward functions.
     """
 
-    def __init__(self, settings: Any, trainer: Any):
+    def __init__(self, settings: Any, meter: StalenessMeter, trainer: Any):
         args = trainer.args
-        self._trainer = trainer
+        self._trainer, self._meter = trainer, meter
         self._most = settings.dynamic_sampling
         rows = args.per_device_train_batch_size * args.steps_per_generation
         self._first_place = trainer.accelerator.process_index * (rows // args.num_generations)
         # the row as a dataloader gives it, without the columns that `remove_unused_columns` drops
         self._collate = trainer._get_collator_with_removed_columns(lambda batch: batch, "training")
-        # of the dataset, whose transform may not be safe in threads, and of the counts
-        self._lock = threading.Lock()
-        self._counts = Counter[str]()
+        self._lock = threading.Lock()  # of the dataset, whose transform may not be safe in threads
 
     def sample(
         self, group: Group, make: Callable[[Group], Recorded], drop: Callable[[Recorded], None]
@@ -133,18 +133,11 @@ class SamplingAgain:
             "a part of the answer), raise `num_generations` or `temperature`, or raise `dynamic_sampling`."
         )
 
-    def take_counts(self) -> Counter[str]:
-        """Return the groups and tokens that were sampled since the last call, and those that were dropped."""
-        with self._lock:
-            counts, self._counts = self._counts, Counter()
-        return counts
-
     def _count(self, recorded: Recorded, dropped: bool) -> None:
         tokens = sum(len(row.tokens) for turn in recorded.turns for row in turn.rows)
-        with self._lock:
-            self._counts.update(sampled_groups=1, sampled_tokens=tokens)
-            if dropped:
-                self._counts.update(dropped_groups=1, dropped_tokens=tokens)
+        self._meter.add(sampled_groups=1, sampled_tokens=tokens)
+        if dropped:
+            self._meter.add(dropped_groups=1, dropped_tokens=tokens)
 
     def _flat(self, rewards: torch.Tensor) -> torch.Tensor:
         weights = self._trainer.reward_weights.detach().cpu().float()

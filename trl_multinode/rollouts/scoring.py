@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,14 @@ IN_PROCESS = "in a process"
 IN_THREAD = "in the group's thread"
 
 
+class RewardFunction(NamedTuple):
+    """Reward function of a trainer."""
+
+    name: str
+    call: Any
+    runs: str  # where it does
+
+
 class GroupScorer:
     """
     Scorer of one rank: it calls reward functions for one group at a time, with the arguments that TRL would give them.
@@ -55,22 +63,22 @@ class GroupScorer:
     def __init__(self, trainer: Any, host: Any, calls: UserCalls):
         self._trainer, self._calls = trainer, calls
         self._where = str(host.topology)
-        self._functions = list(trainer.reward_funcs)
-        self._names = list(trainer.reward_func_names)
         self._with_batch = set(host.settings.score_with_batch or ())
         self._num_processes: int = host.settings.score_groups
         self._has_images = may_have_images(
             getattr(trainer, "train_dataset", None), getattr(trainer, "_is_vlm", False)
         )
-        self._runs = [
-            self._place_of(*one) for one in zip(self._names, self._functions, strict=True)
-        ]
-        self._scored = [index for index, runs in enumerate(self._runs) if runs != WITH_BATCH]
-        in_process = [index for index in self._scored if self._runs[index] == IN_PROCESS]
-        self._check_settings([self._names[index] for index in in_process])
+        named = zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
+        self._functions = [RewardFunction(*one, self._place_of(*one)) for one in named]
+        # by the place among the trainer's functions
+        self._scored = {
+            index: one for index, one in enumerate(self._functions) if one.runs != WITH_BATCH
+        }
+        in_process = [one for one in self._functions if one.runs == IN_PROCESS]
+        self._check_settings([one.name for one in in_process])
         self._pool: ScoringPool | None = None
         if in_process:
-            functions = [self._functions[index] for index in in_process]
+            functions = [one.call for one in in_process]
             self._pool = ScoringPool(self._num_processes or 1, self._where, calls, functions)
         if host.topology.rank == 0:
             report(self._plan())
@@ -94,20 +102,21 @@ class GroupScorer:
         return "environments" not in inspect.signature(function).parameters
 
     def _check_settings(self, in_process: list[str]) -> None:
-        if unknown := sorted(self._with_batch.difference(self._names)):
+        names = [one.name for one in self._functions]
+        if unknown := sorted(self._with_batch.difference(names)):
             raise ConfigurationError(
-                f"`score_with_batch` names {unknown}, and the reward functions are {self._names}.",
+                f"`score_with_batch` names {unknown}, and the reward functions are {names}.",
                 setting="score_with_batch",
                 got=unknown,
-                expected=self._names,
+                expected=names,
                 cure="Use these names.",
             )
         if not self._scored:
             raise ConfigurationError(
-                f"`score_groups` has no function to score groups with: {self._names} are reward models or in "
+                f"`score_groups` has no function to score groups with: {names} are reward models or in "
                 "`score_with_batch`.",
                 setting="score_groups",
-                got=self._names,
+                got=names,
                 cure="Leave `score_groups` out.",
             )
         if in_process and self._has_images:
@@ -120,9 +129,7 @@ class GroupScorer:
             )
 
     def _plan(self) -> str:
-        each = ", ".join(
-            f"{name} {runs}" for name, runs in zip(self._names, self._runs, strict=True)
-        )
+        each = ", ".join(f"{one.name} {one.runs}" for one in self._functions)
         return f"score_groups={self._num_processes}: rewards of a group are computed when it is complete: {each}"
 
     # ---- in the group's thread --------------------------------------------------------------------------------------
@@ -137,18 +144,16 @@ class GroupScorer:
         arguments = self._arguments(recorded, scores)
         begun = {
             index: asyncio.run_coroutine_threadsafe(
-                self._await(index, arguments), self._trainer.async_loop
+                self._await(one, arguments), self._trainer.async_loop
             )
-            for index in self._scored
-            if self._runs[index] == ON_LOOP
+            for index, one in self._scored.items()
+            if one.runs == ON_LOOP
         }
-        for index in self._scored:
-            found = (
-                begun[index].result() if index in begun else self._call(index, arguments, scores)
-            )
+        for index, one in self._scored.items():
+            found = begun[index].result() if index in begun else self._call(one, arguments, scores)
             scores.values[index] = as_rewards(
                 self._where,
-                self._names[index],
+                one.name,
                 found,
                 len(recorded.completions),
                 advice=" One that needs the rows of all groups belongs into `score_with_batch`.",
@@ -157,8 +162,8 @@ class GroupScorer:
 
     def _arguments(self, recorded: Recorded, scores: Scores) -> dict[str, Any]:
         """Return the keywords with which TRL calls its reward functions, of one group."""
-        fields = recorded.fields or [{} for _ in recorded.inputs]
-        inputs = [row | more for row, more in zip(recorded.inputs, fields, strict=True)]
+        fields = zip(recorded.inputs, recorded.fields, strict=True)
+        inputs = [row | more for row, more in fields]
         columns = [name for name in inputs[0] if name not in NOT_GIVEN]
         found: dict[str, Any] = {name: [row[name] for row in inputs] for name in columns}
         found |= {
@@ -179,27 +184,28 @@ class GroupScorer:
             )
         return found | rows | {"completion_ids": recorded.completion_ids}
 
-    async def _await(self, index: int, arguments: dict[str, Any]) -> Any:
-        with self._open_call(index) as call:
-            call.coroutine = self._functions[index](**with_rows(arguments, call))
+    async def _await(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
+        with self._open_call(function.name) as call:
+            call.coroutine = function.call(**with_rows(arguments, call))
             return await call.coroutine
 
-    def _call(self, index: int, arguments: dict[str, Any], scores: Scores) -> Sequence[Any]:
-        function: Callable = self._functions[index]
-        if self._runs[index] == IN_THREAD:
-            with self._open_call(index) as call:
-                return function(**with_rows(arguments, call))
+    def _call(
+        self, function: RewardFunction, arguments: dict[str, Any], scores: Scores
+    ) -> Sequence[Any]:
+        if function.runs == IN_THREAD:
+            with self._open_call(function.name) as call:
+                return function.call(**with_rows(arguments, call))
         assert self._pool is not None
-        answer = self._pool.call(function, self._names[index], arguments)
+        answer = self._pool.call(function.call, function.name, arguments)
         for column, values in answer.extras.items():
             scores.add_extra(column, values)
         scores.metrics += answer.metrics
         return answer.rewards
 
     @contextmanager
-    def _open_call(self, index: int) -> Iterator[Call]:
+    def _open_call(self, name: str) -> Iterator[Call]:
         """Let the limit hold for a call, and name the function and the row in the error of one that fails."""
-        call = reward_call(self._names[index], whose="the group's")
+        call = reward_call(name, whose="the group's")
         try:
             with self._calls.open_call(call):
                 yield call
@@ -216,7 +222,7 @@ class GroupScorer:
         """Let TRL's `_calculate_rewards` get the rewards of the taken groups, and call the other functions itself."""
         scores = [one.scores for one in taken if one.scores is not None]
         assert len(scores) == len(taken)
-        functions = list(self._functions)
+        functions = [one.call for one in self._functions]
         for index in self._scored:
             functions[index] = partial(self._replay, index, scores)
         with replaced(self._trainer, "reward_funcs", functions):
@@ -232,7 +238,7 @@ class GroupScorer:
         **arguments: Any,
     ) -> list[float | None]:
         """Return the rewards that one function gave to the rows of all groups; the first one logs for all."""
-        if index == self._scored[0]:
+        if index == min(self._scored):
             for column in sorted({name for group in groups for name in group.extras}):
                 log_extra(column, joined_column(groups, index, column))
             for group in groups:

@@ -19,7 +19,7 @@ from .recorded import Images, Recorded, ToolLoop, Turn
 from .requests import Prompts, check_lengths
 from .rows import trls_rows
 from .seeds import RowSeeds
-from .tool_calls import ToolCalls, name_of, unwrapped
+from .tool_calls import ToolCalls, unwrapped
 from .upcoming import Batch
 
 # prompts, images, seeds, most tokens -> completions
@@ -84,25 +84,22 @@ class AheadGeneration:
     """Object on which TRL's code, or a `rollout_func`, calls `sync_weights()` and `generate()` in a stand-in.
 
     Args:
+        generation ([`NodeGeneration`]):
+            Generation of this rank, with the limits of prompts and completions.
         ask (`Callable`):
             Function that returns completions for prompts, images, seeds and a limit in tokens.
         seeds ([`RowSeeds`]):
             Seeds of this group's rows.
-        longest (`int`):
-            Tokens of an engine's context.
-        rank (`int`), first_row (`int`):
-            This rank, and the place of the group's first row among its rows.
-        max_tokens (`int`):
-            Limit for a completion; a `rollout_func` may change it between its calls.
+        first_row (`int`):
+            Place of the group's first row among the rows of this rank.
     """
 
-    def __init__(
-        self, ask: Ask, seeds: RowSeeds, longest: int, rank: int, first_row: int, max_tokens: int
-    ):
+    def __init__(self, generation: Any, ask: Ask, seeds: RowSeeds, first_row: int):
         self.turns: list[Turn] = []
-        self.max_completion_length = max_tokens
-        self._ask, self._seeds, self._longest = ask, seeds, longest
-        self._place = rank, first_row
+        # a `rollout_func` may change it between its calls
+        self.max_completion_length = generation.max_completion_length
+        self._generation, self._ask, self._seeds = generation, ask, seeds
+        self._first_row = first_row
 
     def sync_weights(self) -> None:
         """Do nothing: weights are sent when a round is used."""
@@ -115,7 +112,7 @@ class AheadGeneration:
         profiler: Any = None,
     ) -> tuple[list, list, list, list]:
         """Generate completions, as [`NodeGeneration.generate`] does; other threads run meanwhile."""
-        check_lengths(prompts, self._longest, *self._place)
+        check_lengths(self._generation, prompts, self._first_row)
         rows = self._ask(prompts, images, self._seeds.of_call(prompts), self.max_completion_length)
         self.turns.append(Turn(prompts, rows, images))
         completion_ids, logprobs, logprob_ids = trls_rows(rows)
@@ -179,11 +176,10 @@ class Recorder:
         stand_in: Any = object.__new__(self._kind)
         vars(stand_in).update(own_attributes(trainer))
         first_row = group.place * size
-        generation, rank = trainer.vllm_generation, trainer.accelerator.process_index
+        generation = trainer.vllm_generation
         seeds = generation.seeds.of_group(
             group.seed_mode, group.number, first_row, size, self._rank_rows
         )
-        limits = generation.engines.max_model_len, rank, first_row, generation.max_completion_length
         vars(stand_in).update(
             host=None,  # every method is TRL's
             accelerator=LocalAccelerator(trainer.accelerator),
@@ -192,7 +188,7 @@ class Recorder:
             state=copy.copy(trainer.state),
             processing_class=self._tokenizers[0],
             _tokenizer=self._tokenizers[1],
-            vllm_generation=AheadGeneration(ask, seeds, *limits),
+            vllm_generation=AheadGeneration(generation, ask, seeds, first_row),
             _last_loaded_step=trainer.state.global_step,
             _buffered_inputs=None,
             _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
@@ -206,8 +202,9 @@ class Recorder:
         )
         if trainer.environment_factories is not None:
             self._give_environments(stand_in, first_row)
-        if self._rollout_func is not None:
-            stand_in.rollout_func = self._recording(self._rollout_func, first_row, size)
+        named = self._tool_calls.named_rollout(self._rollout_func, first_row, size)
+        if named is not None:
+            stand_in.rollout_func = recording(named)
         return stand_in
 
     def _give_environments(self, stand_in: Any, first_row: int) -> None:
@@ -221,21 +218,6 @@ class Recorder:
         stand_in._environment_pool = pool
         self._tool_calls.resets.rows = count(first_row)
 
-    def _recording(self, rollout_func: Callable, first_row: int, size: int) -> Callable:
-        """Return a `rollout_func` that keeps its output for the round, and refuses collectives meanwhile."""
-        what = f"`rollout_func` ({name_of(rollout_func)})"
-        rows = f", for rows {first_row} to {first_row + size - 1} of this rank"
-
-        def record_output(prompts: list[Any], stand_in: Any) -> dict[str, Any]:
-            local = stand_in.accelerator
-            stand_in.accelerator = LocalAccelerator(local._accelerator, refuses=True)
-            with self._tool_calls.named(what, rows, limited=False):
-                output = rollout_func(prompts, stand_in)
-            stand_in.accelerator, stand_in.rollout_output = local, output
-            return output
-
-        return record_output
-
     @staticmethod
     def _recorded(stand_in: Any, rows: Batch, prompts: list[Any], output: tuple) -> Recorded:
         _, completion_ids, _, completions, _, extra_fields, *_ = output
@@ -248,6 +230,19 @@ class Recorder:
             output=stand_in.rollout_output,
             pools=[] if stand_in.environment_factories is None else [stand_in._environment_pool],
         )  # fmt: skip
+
+
+def recording(rollout_func: Callable) -> Callable:
+    """Return a `rollout_func` that keeps its output for the round, and refuses collectives meanwhile."""
+
+    def record_output(prompts: list[Any], stand_in: Any) -> dict[str, Any]:
+        local = stand_in.accelerator
+        stand_in.accelerator = LocalAccelerator(local._accelerator, refuses=True)
+        output = rollout_func(prompts, stand_in)
+        stand_in.accelerator, stand_in.rollout_output = local, output
+        return output
+
+    return record_output
 
 
 def own_attributes(trainer: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from typing import Any
 
@@ -170,17 +170,24 @@ class ToolCalls(UserCalls):
     def naming(self, trainer: Any, num_rows: int) -> Iterator[None]:
         """Name the rows of resets and the `rollout_func` while TRL makes a round of a trainer in this thread."""
         self.resets.rows = count()
-        with ExitStack() as stack:
-            stack.enter_context(unwrapped())
-            if (loop := trainer.rollout_func) is not None:
-                place = f", for rows 0 to {num_rows - 1} of this rank"
-
-                def call_loop(*args: Any) -> Any:
-                    with self.named(f"`rollout_func` ({name_of(loop)})", place, limited=False):
-                        return loop(*args)
-
-                stack.enter_context(replaced(trainer, "rollout_func", call_loop))
+        rollout_func = self.named_rollout(trainer.rollout_func, 0, num_rows)
+        with unwrapped(), replaced(trainer, "rollout_func", rollout_func):
             yield
+
+    def named_rollout(
+        self, rollout_func: Callable | None, first_row: int, num_rows: int
+    ) -> Callable | None:
+        """Return a `rollout_func` that is named in its errors, with these rows; `None` without one."""
+        if rollout_func is None:
+            return None
+        what = f"`rollout_func` ({name_of(rollout_func)})"
+        rows = f", for rows {first_row} to {first_row + num_rows - 1} of this rank"
+
+        def call_rollout(*args: Any) -> Any:
+            with self.named(what, rows, limited=False):
+                return rollout_func(*args)
+
+        return call_rollout
 
 
 @contextmanager

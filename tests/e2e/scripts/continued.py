@@ -47,9 +47,9 @@ class Rounds(Recorder):
             generation = self.trainer.vllm_generation
             rows = [[p, list(ids)] for p, ids in zip(prompts, completion_ids, strict=True)]
             self.stop(self.trainer.state.global_step)
-            self.rounds.append(
-                {"step": self.trainer.state.global_step, "lag": generation.lag, "rows": rows}
-            )
+            step, ages = self.trainer.state.global_step, generation.ages
+            lag = [ages.rounds_mean, ages.steps_mean]
+            self.rounds.append({"step": step, "lag": lag, "rows": rows})
         return [sum(token < 150 for token in ids) / len(ids) for ids in completion_ids]
 
     def stop(self, step: int) -> None:

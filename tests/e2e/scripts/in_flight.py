@@ -48,7 +48,7 @@ class Rounds:
     def __call__(self, prompts, completions, completion_ids, **_):
         generation = self.trainer.vllm_generation
         if self.trainer.model.training and not self.trainer.compares:
-            rows = generation.used.rows
+            rows = generation.rows
             self.rounds.append({
                 "step": self.trainer.state.global_step,
                 "prompts": list(map(text_of, prompts)),
@@ -57,7 +57,7 @@ class Rounds:
                 "made": [row.tokens.tolist() for row in rows],
                 "versions": [[[s.update, s.step, s.end] for s in row.versions] for row in rows],
                 "engines": [row.engine for row in rows],
-                "lag": generation.lag,
+                "lag": [generation.ages.rounds_mean, generation.ages.steps_mean],
                 "current": generation.version.update,
                 "open": len(generation.rounds.groups.ids) if generation.rounds else 0,
             })  # fmt: skip
@@ -101,7 +101,7 @@ def compared(trainer, output: dict) -> list:
     generation, trainer.compares = trainer.vllm_generation, True
     scores, trainer._loss_scores = trainer._loss_scores, copy(trainer._loss_scores)
     rows = [row for group in generation.rounds.taken for row in group.inputs]
-    trainer.vllm_generation = Replayed(generation.used.rows)
+    trainer.vllm_generation = Replayed(generation.rows)
     expected = trl.GRPOTrainer._generate_and_score_completions(trainer, rows)
     trainer.vllm_generation, trainer.compares = generation, False
     scored = {"old_per_token_logps", "importance_sampling_ratio"}  # by the loss itself

@@ -102,11 +102,10 @@ def watch_rows(rows: Rows) -> None:
         begin_following = generation.rounds.begin_following
 
         def begun(version):
-            resumed = begin_following(version)
+            begin_following(version)
             # on a busy machine they may be done already
             wait_until(lambda: ahead.rows_left > 0, ROWS_LIMIT_S)
             rows.kill("ahead", rows.trained)
-            return resumed
 
         generation.rounds.begin_following = begun
 
