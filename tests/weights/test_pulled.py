@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import forked, on_gloo_ranks
-from ported import FACTS, SECRET, running
+from ported import POOL, running
 from served import Keeper, digest, serving
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -90,7 +90,7 @@ class Trainer:
     def serving(
         self, host: str = "127.0.0.1", report: Callable[[str], None] = pytest.fail
     ) -> Iterator[PortAddress]:
-        port = Port(host, self.node, SECRET, FACTS, self.service.services, report)
+        port = Port(host, self.node, POOL, self.service.services, report)
         with running(port.serve()):
             yield port.address
 
@@ -140,9 +140,7 @@ def agent(
 ) -> Iterator[PulledUpdates]:
     with serving(*engines, folder=folder) as clients:
         transport = Transport(folder=folder)
-        with closing(
-            PulledUpdates(clients, transport, addresses, (SECRET, FACTS), limit_s)
-        ) as updates:
+        with closing(PulledUpdates(clients, transport, addresses, POOL, limit_s)) as updates:
             yield updates
 
 
@@ -326,9 +324,7 @@ def test_an_engine_that_was_started_again_loads_from_the_agents_slots(
     with (
         serving(running_one, again, folder=tmp_path) as engines,
         closing(
-            PulledUpdates(
-                EngineGroup([engines[0]]), Transport(folder=tmp_path), addresses, (SECRET, FACTS)
-            )
+            PulledUpdates(EngineGroup([engines[0]]), Transport(folder=tmp_path), addresses, POOL)
         ) as updates,
     ):
         assert updates.load_again(WeightVersion(), EngineGroup([engines[1]])).num_buckets == 0
@@ -446,7 +442,7 @@ def test_an_engine_that_starts_while_the_slots_are_mixed_gets_everything_with_th
     with serving(running_one, again, folder=tmp_path) as engines:
         group = EngineGroup([engines[0]])
         transport = Transport(folder=tmp_path)
-        with closing(PulledUpdates(group, transport, addresses, (SECRET, FACTS))) as updates:
+        with closing(PulledUpdates(group, transport, addresses, POOL)) as updates:
             send(trainers, 1)
             updates.pull(HANG_S)
             send(trainers, 2)
@@ -587,7 +583,7 @@ def ends(monkeypatch) -> list[BaseException]:
 
 
 def asking(address: PortAddress, request: object) -> socket.socket:
-    stream = dial(address, SECRET, FACTS, WEIGHTS, HANG_S)
+    stream = dial(address, POOL, WEIGHTS, HANG_S)
     stream.sendall(with_length(msgspec.msgpack.encode(request)))
     return stream
 

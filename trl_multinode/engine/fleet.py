@@ -251,7 +251,7 @@ class EngineFleet:
             address = msgspec.json.decode(self.written(f"port/{node}", node), type=PortAddress)
             for index in range(shape.engines):
                 log = self._logs.with_name(f"node{node}") / f"engine{index}.log"
-                connect = partial(connect_rows, address, index, self._topology.node, *pool, log)
+                connect = partial(connect_rows, address, index, self._topology.node, pool, log)
                 found.append(EnginePlace(node, index, connect))
         return found
 

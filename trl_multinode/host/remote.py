@@ -76,7 +76,7 @@ class RemoteEngines:
         """Write into the store where agents find the ports of all nodes. Rank 0 calls it."""
         rank = self._rank
         ports = [self._address(node) for node in range(rank.topology.num_nodes)]
-        notice = Notice(pool_of(rank.store)[1]["run"], ports)
+        notice = Notice(pool_of(rank.store).facts["run"], ports)
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # without the prefix of a trainer, which agents do not know
         connection = StoreConnection(address, rank.topology, STORE_TIMEOUT_S)
@@ -106,7 +106,7 @@ class RemoteEngines:
             address, pool = serve.address, pool_of(store)
             for index in range(serve.engines):
                 log = Path(f"engine{index}.log on {address.host}")
-                connect = partial(connect_rows, address, index, node, *pool, log)
+                connect = partial(connect_rows, address, index, node, pool, log)
                 found.append(EnginePlace(address.node, index, connect, is_of_agent=True))
         return found
 

@@ -47,7 +47,7 @@ class TrainingNode:
         self._address = address
         self._limit_s = limit_s
         with self._named():
-            self._stream = dial(address, *pool, WEIGHTS, limit_s)
+            self._stream = dial(address, pool, WEIGHTS, limit_s)
 
     @contextmanager
     def _named(self) -> Iterator[None]:

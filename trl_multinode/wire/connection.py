@@ -8,7 +8,8 @@ import asyncio
 import socket
 import struct
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -74,6 +75,12 @@ async def receive_body(stream: socket.socket, limit: int = MAX_FRAME_BYTES) -> b
     )
 
 
+def read_body(stream: socket.socket, deadline: float, limit: int = MAX_FRAME_BYTES) -> bytearray:
+    """Read the next frame, as [`read_exactly`] reads, and return it without its length."""
+    length = body_length(read_exactly(stream, LENGTH.size, deadline), limit)
+    return read_exactly(stream, length, deadline)
+
+
 def reason_of_end(failure_path: Path) -> str | None:
     """Return the reason that an ended engine wrote, if any; wait up to 0.5 s, because it writes while it exits."""
     for _ in range(20):
@@ -117,20 +124,14 @@ class Connection:
     def send(self, message: Message, timeout_s: float) -> None:
         """Send a message; raise `EngineDiedError` if the engine ended, `EngineStalledError` if it does not read."""
         self._socket.settimeout(timeout_s)
-        try:
+        with self._named(f"did not read a message for {timeout_s:.0f} s", "closed"):
             self._socket.sendall(frame(message))
-        except OSError as error:
-            if is_overdue(error):
-                raise EngineStalledError(
-                    f"{self.name} did not read a message for {timeout_s:.0f} s. Log: {self.log_path}"
-                ) from error
-            raise self.ended(f"closed the connection ({error})") from error
 
     def receive(self, timeout_s: float) -> Reply:
         """Return the next reply; raise `EngineStalledError` if it does not arrive in time."""
-        deadline = time.monotonic() + timeout_s
-        length = body_length(self._read(LENGTH.size, deadline, timeout_s))
-        body = self._read(length, deadline, timeout_s)
+        with self._named(f"sent nothing for {timeout_s:.0f} s", "broke"):
+            # no byte more: a selector would not report those of the next reply that are buffered here
+            body = read_body(self._socket, time.monotonic() + timeout_s)
         try:
             return _reply_decoder.decode(body)
         except msgspec.MsgspecError as error:
@@ -138,16 +139,15 @@ class Connection:
                 f"{self.name} sent a corrupt message ({error}). Log: {self.log_path}"
             ) from error
 
-    def _read(self, num_bytes: int, deadline: float, timeout_s: float) -> bytearray:
-        """Read exactly `num_bytes`: a selector would not report bytes of the next reply that are buffered here."""
+    @contextmanager
+    def _named(self, late: str, ended_by: str) -> Iterator[None]:
+        """Raise the error of an engine that is late inside, or that ends the connection."""
         try:
-            return read_exactly(self._socket, num_bytes, deadline)
+            yield
         except OSError as error:
             if is_overdue(error):
-                raise EngineStalledError(
-                    f"{self.name} sent nothing for {timeout_s:.0f} s. Log: {self.log_path}"
-                ) from error
-            raise self.ended(f"broke the connection ({error})") from error
+                raise EngineStalledError(f"{self.name} {late}. Log: {self.log_path}") from error
+            raise self.ended(f"{ended_by} the connection ({error})") from error
         except EOFError:
             raise self.ended("ended") from None
 
