@@ -8,9 +8,9 @@ import asyncio
 import socket
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,7 +22,6 @@ LENGTH = struct.Struct("<Q")
 MAX_FRAME_BYTES = 1 << 31  # a greater length is a corrupt header
 MAX_HELLO_BYTES = 1 << 12  # of the first request on a connection; it has 30
 
-_encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
 
@@ -32,9 +31,9 @@ def with_length(body: bytes) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def frame(message: Message) -> bytes:
+def frame(message: Any) -> bytes:
     """Encode a message with its length in front."""
-    return with_length(_encoder.encode(message))
+    return with_length(msgspec.msgpack.encode(message))
 
 
 def body_length(header: bytes | bytearray, limit: int = MAX_FRAME_BYTES) -> int:
@@ -124,32 +123,34 @@ class Connection:
     def send(self, message: Message, timeout_s: float) -> None:
         """Send a message; raise `EngineDiedError` if the engine ended, `EngineStalledError` if it does not read."""
         self._socket.settimeout(timeout_s)
-        with self._named(f"did not read a message for {timeout_s:.0f} s", "closed"):
+        try:
             self._socket.sendall(frame(message))
+        except OSError as error:
+            if is_overdue(error):
+                raise EngineStalledError(
+                    f"{self.name} did not read a message for {timeout_s:.0f} s. Log: {self.log_path}"
+                ) from error
+            raise self.ended(f"closed the connection ({error})") from error
 
     def receive(self, timeout_s: float) -> Reply:
         """Return the next reply; raise `EngineStalledError` if it does not arrive in time."""
-        with self._named(f"sent nothing for {timeout_s:.0f} s", "broke"):
+        try:
             # no byte more: a selector would not report those of the next reply that are buffered here
             body = read_body(self._socket, time.monotonic() + timeout_s)
+        except OSError as error:
+            if is_overdue(error):
+                raise EngineStalledError(
+                    f"{self.name} sent nothing for {timeout_s:.0f} s. Log: {self.log_path}"
+                ) from error
+            raise self.ended(f"broke the connection ({error})") from error
+        except EOFError:
+            raise self.ended("ended") from None
         try:
             return _reply_decoder.decode(body)
         except msgspec.MsgspecError as error:
             raise EngineDiedError(
                 f"{self.name} sent a corrupt message ({error}). Log: {self.log_path}"
             ) from error
-
-    @contextmanager
-    def _named(self, late: str, ended_by: str) -> Iterator[None]:
-        """Raise the error of an engine that is late inside, or that ends the connection."""
-        try:
-            yield
-        except OSError as error:
-            if is_overdue(error):
-                raise EngineStalledError(f"{self.name} {late}. Log: {self.log_path}") from error
-            raise self.ended(f"{ended_by} the connection ({error})") from error
-        except EOFError:
-            raise self.ended("ended") from None
 
     def ended(self, symptom: str) -> EngineDiedError:
         """Return the error for an engine that has ended, with the reason that it wrote, if any."""
