@@ -86,9 +86,6 @@ class Keeper(Backend):
         self.tensors |= self._coming
         return [self._version]
 
-    async def digests(self) -> list[str]:
-        return [digest(self.tensors)]
-
     async def stop(self) -> None: ...
 
 

@@ -34,7 +34,6 @@ from trl_multinode.wire.connection import LENGTH, Connection, connect, frame
 from trl_multinode.wire.messages import (
     Await,
     CheckSlot,
-    Digest,
     Done,
     EngineSpec,
     Generate,
@@ -65,7 +64,6 @@ REQUESTS = [
     CheckSlot(request_id=7, slot=-1, num_bytes=2**60, crc=0),
     UpdateWeights(request_id=8, version=WeightVersion(-1, 2**60), first_bucket=99, in_flight=True),
     UpdateWeights(request_id=9, version=WeightVersion(1, 1), turn=-5),
-    Digest(request_id=11),
     Peek(request_id=12),
 ]
 

@@ -55,9 +55,6 @@ class HolderBackend(Backend):
     async def commit_update(self) -> list[WeightVersion]:
         return [self._version]
 
-    async def digests(self) -> list[str]:
-        return []
-
     async def stop(self) -> None:
         self._slots.close()
 

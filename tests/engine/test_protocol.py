@@ -26,8 +26,6 @@ from trl_multinode.wire.messages import (
     CheckSlot,
     Completion,
     Completions,
-    Digest,
-    Digests,
     Done,
     EngineTimes,
     ErrorName,
@@ -78,7 +76,6 @@ REQUESTS = [
     UpdateWeights(
         request_id=7, version=VERSION, turn=5, first_bucket=3, in_flight=True, recompute_kv=True
     ),
-    Digest(request_id=11),
     Peek(request_id=15),
     Shutdown(request_id=10),
 ]  # fmt: skip
@@ -96,7 +93,6 @@ REPLIES = [
         request_id=3, version=VERSION, kv_use=0.25,
         times=EngineTimes(clock_s=9.0, busy_s=4.0, slot_s=2.5, frozen_s=0.5, load_s=1.5, commit_s=0.1),
     ),
-    Digests(request_id=5, workers=("ab", "cd")),
     *(
         Failure(request_id=4, message="über 256", error=error)
         for error in get_args(ErrorName)

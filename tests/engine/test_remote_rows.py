@@ -48,7 +48,6 @@ from trl_multinode.wire.messages import (
     Await,
     CheckSlot,
     Completions,
-    Digest,
     Generate,
     Hello,
     OpenSlots,
@@ -312,7 +311,6 @@ FORBIDDEN = [
     OpenSlots(request_id=5, transport="host", memory=NO_MEMORY, sizes=(), buckets=()),
     CheckSlot(request_id=7, slot=0, num_bytes=1, crc=0),
     UpdateWeights(request_id=8, version=WeightVersion(2, 2)),
-    Digest(request_id=11),
     Shutdown(request_id=12),
 ]
 ALLOWED = [

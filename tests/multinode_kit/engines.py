@@ -1,5 +1,6 @@
 """Running engines without a trainer, for tests of the engine itself."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from trl_multinode.engine.client import Rollout
+from trl_multinode.engine.client import EngineClient, Rollout
 from trl_multinode.engine.node_engines import NodeEngines, local_places
 from trl_multinode.engine.process import EngineProcess, wait_until_ready
 from trl_multinode.engine.run_folder import RunFolder
@@ -20,12 +21,13 @@ from trl_multinode.engine.settings import (
     cores_per_worker,
     save_without_weights,
 )
+from trl_multinode.errors import WeightSyncError
 from trl_multinode.weights.source import ModuleSource, WeightSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.transport import Transport
-from trl_multinode.wire.messages import EngineSpec, UpdateWeights, WeightVersion
+from trl_multinode.wire.messages import CheckSlot, EngineSpec, UpdateWeights, WeightVersion
 
-from .faults import FAKE, FORKED, REAL, TREE  # noqa: F401 - callers of `running_engines` import them
+from .faults import FAKE, FORKED, REAL, TREE, WEIGHTS  # noqa: F401 - callers of `running_engines` import them
 from .forking import from_template
 from .models import tiny_tokenizer
 
@@ -182,6 +184,16 @@ def worst_difference(
 def sockets_of(engines: NodeEngines) -> list[Path]:
     """Return the unix sockets of the engines of this node."""
     return [Path(client._connection._socket.getpeername()) for client in engines]
+
+
+def crcs_of_weights(client: EngineClient) -> list[int]:
+    """Return the CRC-32 of each worker's weights, bit by bit, from an engine of the kit that accepts faults."""
+    try:
+        client.ask(CheckSlot(slot=WEIGHTS, num_bytes=0, crc=-1))
+    except WeightSyncError as error:  # its message has the checksums that it refuses
+        text = str(error)
+        return json.loads(text[text.index("[") : text.index("]") + 1])
+    raise RuntimeError(f"{client.name} accepts every checksum")
 
 
 def connected_again(engines: NodeEngines) -> NodeEngines:

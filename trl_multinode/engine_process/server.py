@@ -19,8 +19,6 @@ from ..wire.messages import (
     Await,
     CheckSlot,
     Completions,
-    Digest,
-    Digests,
     Done,
     EngineSpec,
     ErrorName,
@@ -201,10 +199,6 @@ class EngineServer:
                 await self._check_slot(request)
             case UpdateWeights():
                 await self._apply(request)
-            case Digest():
-                return Digests(
-                    request_id=request.request_id, workers=tuple(await self._backend.digests())
-                )
         return Done(
             request_id=request.request_id,
             version=self._weights.version,

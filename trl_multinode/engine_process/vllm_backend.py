@@ -247,9 +247,6 @@ class VllmBackend(Backend):
                 "vLLM kept a prefix cache of older weights, because requests hold blocks of it"
             )
 
-    async def digests(self) -> list[str]:
-        return await self._llm.collective_rpc("weights_digest")
-
     async def stop(self) -> None:
         with suppress(Exception):  # a process that does not respond is killed
             # vLLM's own shutdown ends its processes by SIGTERM

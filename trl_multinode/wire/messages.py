@@ -238,10 +238,6 @@ class CheckSlot(Message, frozen=True):
     crc: int  # zlib.crc32 of the bytes
 
 
-class Digest(Message, frozen=True):
-    """Request for checksums of the engine's weights, bit by bit and without adapters; answered by `Digests`."""
-
-
 class Shutdown(Message, frozen=True):
     """Request to shut down cleanly; the engine replies with `Done` and exits."""
 
@@ -307,12 +303,6 @@ class Done(Message, frozen=True):
     kv_use: float = 0.0
 
 
-class Digests(Message, frozen=True):
-    """Checksums of the engine's weights; the answer to `Digest`."""
-
-    workers: tuple[str, ...]  # SHA-256 of each worker's weights, adapters left out
-
-
 class Failure(Message, frozen=True):
     """Failure of a request. The engine may still run; only its process shows whether it does."""
 
@@ -321,8 +311,8 @@ class Failure(Message, frozen=True):
 
 
 RowRequest = Hello | Await | Peek | Generate | Score  # what a rank of another node may send
-Request = RowRequest | OpenSlots | CheckSlot | UpdateWeights | Digest | Shutdown
-Reply = Ready | Progress | Completions | Done | Digests | Failure
+Request = RowRequest | OpenSlots | CheckSlot | UpdateWeights | Shutdown
+Reply = Ready | Progress | Completions | Done | Failure
 
 
 def pack_ids(ids: Sequence[int] | np.ndarray) -> bytes:
