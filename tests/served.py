@@ -45,7 +45,7 @@ class Keeper(Backend):
     async def start(self) -> None: ...
 
     def ready(self) -> Ready:
-        return Ready(pid=0, max_model_len=256, vllm_version="none")
+        return Ready(pid=0, max_model_len=256)
 
     def tokens_done(self) -> int:
         return 0

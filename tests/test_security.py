@@ -53,7 +53,7 @@ from trl_multinode.wire.secret_names import is_secret_name
 ROOT = Path(__file__).parents[1]
 NO_MEMORY = msgspec.Raw(msgspec.msgpack.encode(HostMemory("/nowhere/a", (64, 128))))
 REQUESTS = [
-    Hello(request_id=1, rank=5),
+    Hello(request_id=1),
     Generate(
         request_id=2, prompt=b"odd", num_completions=2**40, max_tokens=-1, sampling={"n": "x"}
     ),
@@ -87,7 +87,7 @@ def server(tmp_path: Path) -> Iterator[tuple]:
 def connected(path: Path) -> Iterator[Connection]:
     connection = connect(str(path), "engine 0", path)
     try:
-        connection.send(Hello(request_id=1, rank=0), HANG_S)
+        connection.send(Hello(request_id=1), HANG_S)
         assert isinstance(connection.receive(HANG_S), Ready)
         yield connection
     finally:
@@ -147,7 +147,7 @@ def test_a_fuzz_of_the_socket_leaves_no_traceback_and_bounded_memory(tmp_path):
             before = anonymous_bytes(rank.process.pid)
             for _ in range(count):
                 send(path, nonsense(dice), dice.random() < 0.7)
-            assert isinstance(ask(connection, Hello(request_id=2, rank=0)), Ready)
+            assert isinstance(ask(connection, Hello(request_id=2)), Ready)
         with connected(path):  # it still takes new ranks
             assert anonymous_bytes(rank.process.pid) - before < 64 << 20
         lines = rank.text.splitlines()

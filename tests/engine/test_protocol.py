@@ -57,7 +57,7 @@ def memory(transport: str, message: msgspec.Struct) -> dict:
 
 
 REQUESTS = [
-    Hello(request_id=1, rank=5),
+    Hello(request_id=1),
     Generate(
         request_id=2, prompt=pack_ids([1, -1, 2**31 - 1]), num_completions=4, max_tokens=9,
         sampling={"temperature": 0.5, "stop": ["\n"], "structured_outputs": {"regex": "[0-9]"}}, seed=2**40 + 3,
@@ -80,8 +80,8 @@ REQUESTS = [
     Shutdown(request_id=10),
 ]  # fmt: skip
 REPLIES = [
-    Ready(request_id=1, pid=77, max_model_len=4096, vllm_version="0.31.0"),
-    Progress(tokens=2**40),
+    Ready(request_id=1, pid=77, max_model_len=4096),
+    Progress(),
     Completions(request_id=2, rows=(
         Completion(
             pack_ids([8, 9]), np.array([-0.5, np.nan], dtype=np.float32).tobytes(),

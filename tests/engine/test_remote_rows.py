@@ -294,7 +294,7 @@ def address(backend, lines, tmp_path):
 
 def connected(address):
     connection = connect_rows(address, 0, 1, POOL, LOG)
-    connection.send(Hello(request_id=1, rank=5), HANG_S)
+    connection.send(Hello(request_id=1), HANG_S)
     assert isinstance(connection.receive(HANG_S), Ready)
     return connection
 
@@ -314,7 +314,7 @@ FORBIDDEN = [
     Shutdown(request_id=12),
 ]
 ALLOWED = [
-    Hello(request_id=3, rank=1),
+    Hello(request_id=3),
     a_row(1, 4),
     Score(request_id=5, prompt=pack_ids([4, 5])),
     Await(request_id=6, min_update=1),
@@ -412,7 +412,8 @@ def test_the_requests_of_a_rank_that_vanishes_are_cancelled(address, backend):
 
 
 def client_of(connection) -> EngineClient:
-    return EngineClient(connection, 0, 5, 1, HANG_S, {}, tolerant=True)
+    place = EnginePlace(NODE, 0, lambda timeout_s: connection)
+    return EngineClient(place, 0, 5, 1, HANG_S, {}, tolerant=True)
 
 
 @pytest.mark.parametrize("error", [EngineStalledError("late"), EngineDiedError("gone")])

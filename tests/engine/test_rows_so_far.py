@@ -45,7 +45,7 @@ class Backend:
         return 0
 
     def ready(self) -> Ready:
-        return Ready(pid=0, max_model_len=256, vllm_version="none")
+        return Ready(pid=0, max_model_len=256)
 
 
 class Writer:
@@ -66,7 +66,7 @@ async def peek_beside_an_ended_row() -> list:
     await server._weights.begin(0)
     await server._weights.end(1, WeightVersion(1, 10))
     serving = asyncio.create_task(server._connection(reader, writer))
-    reader.feed_data(frame(Hello(request_id=0, rank=0)))
+    reader.feed_data(frame(Hello(request_id=0)))
     for number, prompt in ((1, [5]), (2, [6])):
         reader.feed_data(frame(Generate(
             request_id=number, prompt=pack_ids(prompt), num_completions=1, max_tokens=9, sampling={}, min_update=1,

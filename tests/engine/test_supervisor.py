@@ -12,7 +12,7 @@ import pytest
 
 from trl_multinode.engine_process import server
 from trl_multinode.engine_process.server import EngineServer
-from trl_multinode.wire.messages import CheckSlot
+from trl_multinode.wire.messages import CheckSlot, EngineSpec
 from trl_multinode.wire.supervisor import descendants, first_ended, is_resource_tracker, title_of
 
 
@@ -88,7 +88,7 @@ def test_an_error_of_vllm_is_not_sent_by_an_engine_that_ends_with_the_cause(leav
     writer = SimpleNamespace(write=sent.append, drain=lambda: asyncio.sleep(0))
 
     async def answered() -> None:
-        engine = EngineServer(SimpleNamespace(), Broken())
+        engine = EngineServer(EngineSpec(0, "", 0, {}), Broken())
         if leaving:
             engine.leaving.set()
         check = CheckSlot(slot=0, num_bytes=1, crc=0)

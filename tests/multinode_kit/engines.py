@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import PreTrainedModel
 
@@ -26,6 +27,7 @@ from trl_multinode.weights.source import ModuleSource, WeightSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.transport import Transport
 from trl_multinode.wire.messages import CheckSlot, EngineSpec, UpdateWeights, WeightVersion
+from trl_multinode.wire.supervisor import is_running
 
 from .faults import FAKE, FORKED, REAL, TREE, WEIGHTS  # noqa: F401 - callers of `running_engines` import them
 from .forking import from_template
@@ -186,6 +188,12 @@ def sockets_of(engines: NodeEngines) -> list[Path]:
     return [Path(client._connection._socket.getpeername()) for client in engines]
 
 
+def below(pid: int) -> list[psutil.Process]:
+    """Return the live processes below a process, without zombies."""
+    children = psutil.Process(pid).children(recursive=True)
+    return [child for child in children if is_running(child.pid)]
+
+
 def crcs_of_weights(client: EngineClient) -> list[int]:
     """Return the CRC-32 of each worker's weights, bit by bit, from an engine of the kit that accepts faults."""
     try:
@@ -199,7 +207,7 @@ def crcs_of_weights(client: EngineClient) -> list[int]:
 def connected_again(engines: NodeEngines) -> NodeEngines:
     """Return further connections to the same engines, which accept the same versions."""
     load = sockets_of(engines)[0].parent / "load"
-    other = NodeEngines(engines.places, 0, 0, load, 60.0, engines._window)
+    other = NodeEngines([client.place for client in engines], 0, 0, load, 60.0, engines._window)
     for client in other:
         client._sent = engines._sent
     return other

@@ -165,7 +165,7 @@ class FakeBackend(Backend):
         return Ready(
             pid=os.getpid(),
             max_model_len=self._context,
-            vllm_version="fake",
+            model_runner="fake",
             slots=self._args.get("max_num_seqs") or 1,
             serves_lora=self._args.get("enable_lora", False),
         )

@@ -277,7 +277,7 @@ def gathered(source: ModuleSource) -> str:
         if not source.gather.is_local_main:
             return ""
         pairs = zip(metadata, pieces, strict=True)
-        return digest({meta.name: one.full().to(meta.dtype) for meta, one in pairs})
+        return digest({meta.name: one.copy().to(meta.dtype) for meta, one in pairs})
 
 
 def test_every_agent_pulls_each_bucket_that_changed_once(trainers, addresses, asked, tmp_path):

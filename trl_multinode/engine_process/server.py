@@ -50,7 +50,7 @@ class EngineServer:
             Set by another thread before it ends this process with a reason of its own.
     """
 
-    def __init__(self, spec: EngineSpec, backend: Backend, states: EngineStates | None = None):
+    def __init__(self, spec: EngineSpec, backend: Backend):
         self.leaving = threading.Event()
         self._spec = spec
         self._backend = backend
@@ -61,7 +61,7 @@ class EngineServer:
         self._aborted: set[asyncio.Task] = set()  # those of a failed update in flight
         self._closing = asyncio.Event()
         self._clock = BusyClock()
-        self._states = states or EngineStates()
+        self._states = EngineStates.of(spec)
         self._clock.on_change = self._states.count
         self._kv_use = 0.0  # greatest between the last two updates
 
@@ -131,7 +131,7 @@ class EngineServer:
             tokens = self._backend.tokens_done()
             if growing and tokens != seen:
                 seen = tokens
-                writer.write(frame(Progress(tokens=tokens)))
+                writer.write(frame(Progress()))
 
     async def _answer(
         self, request: Request, writer: asyncio.StreamWriter, growing: Growing | None = None

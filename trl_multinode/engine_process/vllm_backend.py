@@ -108,13 +108,10 @@ class VllmBackend(Backend):
         return self._tokens
 
     def ready(self) -> Ready:
-        import vllm
-
         config = self._llm.vllm_config
         return Ready(
             pid=os.getpid(),
             max_model_len=config.model_config.max_model_len,
-            vllm_version=vllm.__version__,
             model_runner="v2" if config.use_v2_model_runner else "v1",
             slots=config.scheduler_config.max_num_seqs,
             serves_lora=config.lora_config is not None,

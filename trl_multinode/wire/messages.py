@@ -168,8 +168,6 @@ class EngineSpec(msgspec.Struct, frozen=True):
 class Hello(Message, frozen=True):
     """First message of a connection, answered by `Ready`."""
 
-    rank: int
-
 
 class Generate(Message, frozen=True):
     """Request to complete a prompt `num_completions` times; answered by `Completions`, with `Progress` before it."""
@@ -250,7 +248,6 @@ class Ready(Message, frozen=True):
 
     pid: int
     max_model_len: int  # tokens, prompt and completion together
-    vllm_version: str
     # vLLM's "v1" or "v2", which compute samples and prompt log-probs by different code
     model_runner: str = ""
     serves_lora: bool = False  # the engine accepts adapters separately from the weights
@@ -262,8 +259,6 @@ class Ready(Message, frozen=True):
 
 class Progress(Message, frozen=True):
     """Progress report, sent at most once a second and only if the engine has made tokens since the last one."""
-
-    tokens: int  # tokens that this engine has made since its start
 
 
 class Completion(msgspec.Struct, frozen=True):

@@ -35,13 +35,9 @@ def become_subreaper() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def descendants(pid: int | None = None) -> list[psutil.Process]:
-    """Return the live processes below `pid` (default: this process), without zombies."""
-    try:
-        children = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    return [child for child in children if is_running(child.pid)]
+def descendants() -> list[psutil.Process]:
+    """Return the live processes below this one, without zombies."""
+    return [child for child in psutil.Process().children(recursive=True) if is_running(child.pid)]
 
 
 def title_of(process: psutil.Process) -> str:
