@@ -433,7 +433,7 @@ def test_a_lost_engine_of_another_node_is_left_alone(address, backend, error, tm
 
 def test_errors_of_a_connection_say_which_node(address):
     with closing(connect_rows(address, 0, 1, POOL, LOG)) as connection:
-        assert connection.name == NAME and not connection.is_local
+        assert connection.name == NAME
         with pytest.raises(EngineStalledError, match=NAME):
             connection.receive(0.01)
     with pytest.raises(ConfigurationError) as found:

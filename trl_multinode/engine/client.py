@@ -96,6 +96,10 @@ class EngineClient:
         timeout_s (`float`, *optional*, defaults to 30.0):
             Deadline for connecting, in seconds.
 
+    Attributes:
+        is_near (`bool`):
+            The engine is one of the rank's node, where its pid names its process.
+
     Raises:
         `EngineError`: if the engine does not answer.
     """
@@ -113,6 +117,7 @@ class EngineClient:
     ):
         self._sent = sent
         self.place = place
+        self.is_near = place.node == node
         self.tolerant = tolerant or place.is_of_agent
         self.index = index
         self._connection = place.connect(timeout_s)
@@ -162,11 +167,6 @@ class EngineClient:
             if not self.tolerant:
                 raise
             self.lose(error)
-
-    @property
-    def is_near(self) -> bool:
-        """Return whether this is an engine of the rank's node."""
-        return self._connection.is_local
 
     @property
     def has_ended(self) -> bool:

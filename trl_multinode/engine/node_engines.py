@@ -93,13 +93,11 @@ class NodeEngines(EngineGroup):
             tolerant=tolerant,
         )
         self._window = window
-        num_own = sum(place.node == node for place in places)
-        self._load = EngineLoad(load, max(1, num_own))
         self._joined: list[EnginePlace] = []  # engines for `_renew_now`
-        self.own = EngineGroup()
         self._stream: RequestStream | None = None  # the open one, or that of the running `generate`
         super().__init__(map(self._connect, places, count()))
-        self.own += self[:num_own]
+        self.own = EngineGroup(client for client in self if client.is_near)
+        self._load = EngineLoad(load, max(1, len(self.own)))
 
     def indices_of(self, places: Collection[tuple[int, int]]) -> list[int]:
         """Return which of these clients are for an engine of these nodes and indices there."""

@@ -164,8 +164,8 @@ class EngineServer:
     ) -> None:
         """End the running update as failed: requests that wait for it are refused, also if its sender is gone."""
         self._update = None
-        self._weights.broken = f"the engine holds mixed weights, because an update failed: {reason}"
-        self._weights.error = error
+        mixed = f"the engine holds mixed weights, because an update failed: {reason}"
+        self._weights.broken = error, mixed
         # completions that an update in flight has frozen; their ranks get the reason
         self._aborted |= self._generating
         for task in self._generating:
@@ -251,7 +251,8 @@ class EngineServer:
             if task not in self._aborted:  # the rank has left, or this process ends
                 raise
             self._aborted.discard(task)
-            raise self._weights.refusal() from None
+            assert self._weights.broken is not None
+            raise Refused(*self._weights.broken) from None
         finally:
             self._generating.discard(task)
             await self._weights.release(scores)

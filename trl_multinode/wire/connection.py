@@ -112,11 +112,6 @@ class Connection:
         self._failure_path = failure_path
         self._socket = stream
 
-    @property
-    def is_local(self) -> bool:
-        """Return whether the engine's process is one of this node, where its pid names it."""
-        return self._failure_path is not None
-
     def fileno(self) -> int:
         return self._socket.fileno()
 
