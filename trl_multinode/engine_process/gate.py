@@ -147,8 +147,8 @@ class BusyClock:
 
     def _add(self, requests: int, rows: int) -> None:
         self.read()
-        self._requests = self._requests + requests
-        self._rows = self._rows + rows
+        self._requests += requests
+        self._rows += rows
         self._most_rows = max(self._most_rows, self._rows) if self._requests else 0
         self.on_change(self._requests, self._rows)
 

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import hashlib
+import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -44,7 +45,7 @@ class VllmBackend(Backend):
     def __init__(self, spec: EngineSpec):
         self._spec = spec
         self._tokens = 0
-        self._num_requests = 0
+        self._numbers = itertools.count(1)  # of requests
         self._adapter: Any = (
             None  # vLLM's LoRARequest for the adapter that the workers hold, if any
         )
@@ -179,8 +180,7 @@ class VllmBackend(Backend):
     async def _outputs(
         self, prompt: dict, params: Any, rows: Sequence[CompletionBuffer] = ()
     ) -> AsyncIterator:
-        self._num_requests += 1
-        number = self._num_requests
+        number = next(self._numbers)
         self._running[number] = rows
         try:
             async for output in self._llm.generate(

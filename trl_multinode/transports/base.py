@@ -105,9 +105,7 @@ class OpenedSlots:
         self._signals: FollowedSignals | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def connect(
-        self, signals: FollowedSignals | None, buckets: Sequence[Sequence[TensorSpec]]
-    ) -> None:
+    def connect(self, signals: FollowedSignals, buckets: Sequence[Sequence[TensorSpec]]) -> None:
         """Take the signals of the sender, and the layout of each bucket in its slot."""
         self._signals = signals
         self._buckets = buckets

@@ -121,13 +121,11 @@ def record_shared_memory(record: Path) -> None:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
             continue
-        segments |= {
-            line.split(maxsplit=5)[-1] for line in maps.splitlines() if LEFT_BEHIND.search(line)
-        }
+        for line in maps.splitlines():
+            if LEFT_BEHIND.search(line) and not line.endswith("(deleted)"):
+                segments.add(line.split(maxsplit=5)[-1])
     new = record.with_suffix(".new")  # a reader must not see half of it
-    new.write_text(
-        "\n".join(sorted(segment for segment in segments if not segment.endswith("(deleted)")))
-    )
+    new.write_text("\n".join(sorted(segments)))
     new.rename(record)
 
 
