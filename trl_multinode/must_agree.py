@@ -67,7 +67,6 @@ MAY_DIFFER_BY_NODE = {
     "num_engines": "a node may have other GPUs",
     "engine_kwargs": "a node may have other GPUs, or other paths",
     "vllm_gpu_memory_utilization": "a node may have other GPUs",
-    "sync_bucket_mb": "a node may have less memory; the buckets of a sync are planned by each node",
     "model_init_kwargs": "it may hold paths of the node",
     "deepspeed": "it may be a path of the node; its contents are compared",
     "fsdp_config": "it may be a path of the node; what accelerate read of it is compared",
