@@ -222,6 +222,6 @@ def test_a_corrupt_length_is_an_error_and_not_an_allocation_and_a_body_must_be_a
         connection.receive(HANG_S)
     with pytest.raises(EngineDiedError, match="18446744073709551615"):
         read_all(b"\xff" * 8)
-    body = msgspec.msgpack.encode({"type": "Hello", "rank": "x"})
-    with pytest.raises(msgspec.ValidationError, match="rank"):
+    body = msgspec.msgpack.encode({"type": "Await", "min_update": "x"})
+    with pytest.raises(msgspec.ValidationError, match="min_update"):
         read_all(LENGTH.pack(len(body)) + body)
