@@ -139,7 +139,8 @@ class Updates:
         reason = None
         if rank.topology.is_local_main:
             if rank.needs_slots:
-                reason = reserve_slots(plan, base, self.dtype, gather, bucket_bytes, transport)
+                source = plan.source(base, self.dtype, gather)
+                reason = reserve_slots(source, bucket_bytes, transport)
             self._start_engines(engine_settings, base, processing_class)
             transport.folder = self._fleet.folder
         engines = self._connect(engine_settings)
@@ -147,9 +148,8 @@ class Updates:
         if plan.reason and rank.topology.rank == 0:
             rank.report(plan.reason)
         sender = engines.own if rank.fills_slots else None
-        self._sync = build_sync(
-            plan, base, self.dtype, gather, sender, bucket_bytes, transport, rank.topology
-        )
+        source = plan.source(base, self.dtype, gather)
+        self._sync = build_sync(source, sender, bucket_bytes, transport, rank.topology)
         self._sync.in_flight, self._sync.recompute_kv = settings.in_flight, settings.recompute_kv
         self._agree_on_slots(self._sync, transport, gather, reason)
         if rank.has_agents:
