@@ -42,7 +42,8 @@ from peft import LoraConfig, get_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from multinode_kit.engines import REAL, running_engines
+from multinode_kit.engines import crcs_of_weights, running_engines
+from multinode_kit.faults import FAULTY_REAL
 from multinode_kit.launch_files import free_port
 from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.settings import lora_arguments
@@ -54,7 +55,7 @@ from trl_multinode.weights.peft_source import AdapterSource, PeftSource
 from trl_multinode.weights.probe import probe_tokens
 from trl_multinode.weights.source import Finish
 from trl_multinode.weights.sync import WeightSync
-from trl_multinode.wire.messages import Digest, WeightVersion
+from trl_multinode.wire.messages import WeightVersion
 
 RANKS, RANK_OF_LORA, BUCKET_MIB = 2, 16, 8
 MODEL = {"vocab_size": 8000, "hidden": 512, "layers": 12, "tied": False}  # 40 M parameters
@@ -183,8 +184,8 @@ class Bench:
             for arm, logprobs in got.items()
         }
 
-    def digest(self) -> tuple[str, ...]:
-        return self.engines["adapter"][0].ask(Digest()).workers if self.engines else ()
+    def digest(self) -> list[int]:
+        return crcs_of_weights(self.engines["adapter"][0]) if self.engines else []
 
     def generate(self, arm: str) -> float:
         """Seconds for 16 rows of 64 tokens; rank 0 only."""
@@ -243,7 +244,7 @@ def run_rank(rank: int, port: int, repeats: int, folder: Path) -> None:
         engines = {}
         for arm in ("adapter", "merged", "trl") if rank == 0 else ():
             lora = lora_arguments(RANK_OF_LORA) if arm == "adapter" else {}
-            engine = running_engines(model.get_base_model(), folder / arm, REAL, **lora)
+            engine = running_engines(model.get_base_model(), folder / arm, FAULTY_REAL, **lora)
             engines[arm] = stack.enter_context(engine)
         found = work(Bench(model, engines), repeats)
         if rank == 0:

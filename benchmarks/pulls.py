@@ -25,7 +25,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from ported import FACTS, SECRET, running
+from ported import POOL, running
 from served import Keeper, serving
 
 from trl_multinode.engine.group import EngineGroup
@@ -50,7 +50,7 @@ def agent(parent: Connection) -> None:
     address = parent.recv()
     with tempfile.TemporaryDirectory() as name, serving(Keeper(), folder=Path(name)) as engines:
         transport = Transport(folder=Path(name))
-        updates = PulledUpdates(engines, transport, [address], (SECRET, FACTS), print)
+        updates = PulledUpdates(engines, transport, [address], POOL, print)
         parent.send(0)
         while parent.recv():
             while updates.pull(LIMIT_S) is None:
@@ -76,7 +76,7 @@ def measure(num_agents: int, num_blocks: int, num_steps: int) -> tuple[dict, int
     sync = WeightSync(source, EngineGroup(), BUCKET_BYTES, Transport(staged=True))
     # threads have the cores of the one that makes them
     os.sched_setaffinity(0, {1})
-    port = Port("127.0.0.1", 0, SECRET, FACTS, WeightService(lambda: sync).services, print)
+    port = Port("127.0.0.1", 0, POOL, WeightService(lambda: sync).services, print)
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     with running(port.serve()):
         for parent, _ in pipes:

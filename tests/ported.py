@@ -17,6 +17,7 @@ from trl_multinode.wire.handshake import (
     GREETING,
     SERVICE,
     Facts,
+    Pool,
     PortAddress,
 )
 from trl_multinode.wire.port import Port, Service
@@ -26,6 +27,7 @@ NODE = 3
 KEY = b"0123456789abcdef-of-a-test"
 SECRET = Secret(KEY)
 FACTS = {"run": "run-7", "trl_multinode": "1.2.3", "vllm": "0.31.0"}
+POOL = Pool(SECRET, FACTS)
 
 
 @contextmanager
@@ -59,7 +61,7 @@ def open_port(
     report: Callable[[str], None] = print,
     host: str = "127.0.0.1",
 ) -> Iterator[PortAddress]:
-    port = Port(host, NODE, SECRET, FACTS, services, report)
+    port = Port(host, NODE, POOL, services, report)
     with running(port.serve()):
         yield port.address
 

@@ -45,7 +45,7 @@ class Keeper(Backend):
     async def start(self) -> None: ...
 
     def ready(self) -> Ready:
-        return Ready(pid=0, max_model_len=256, vllm_version="none")
+        return Ready(pid=0, max_model_len=256)
 
     def tokens_done(self) -> int:
         return 0
@@ -85,9 +85,6 @@ class Keeper(Backend):
     async def commit_update(self) -> list[WeightVersion]:
         self.tensors |= self._coming
         return [self._version]
-
-    async def digests(self) -> list[str]:
-        return [digest(self.tensors)]
 
     async def stop(self) -> None: ...
 

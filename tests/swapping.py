@@ -174,7 +174,7 @@ def send_as(trainer: SyncDriver, update: int) -> WeightVersion:
 def slowed(trainer: SyncDriver, seconds: float) -> dict:
     """Settings with which vLLM sleeps for so long at each token of a row. Without them a row of the tiny model can end
     on a busy machine before the engine's front end has read the next message. The engine needs `SlowTokens`."""
-    is_fake = trainer.engines[0].ready.vllm_version == "fake"
+    is_fake = trainer.engines[0].ready.model_runner == "fake"
     return {} if is_fake else {"extra_args": {"seconds_a_token": seconds}}
 
 

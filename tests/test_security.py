@@ -34,7 +34,6 @@ from trl_multinode.wire.connection import LENGTH, Connection, connect, frame
 from trl_multinode.wire.messages import (
     Await,
     CheckSlot,
-    Digest,
     Done,
     EngineSpec,
     Generate,
@@ -54,7 +53,7 @@ from trl_multinode.wire.secret_names import is_secret_name
 ROOT = Path(__file__).parents[1]
 NO_MEMORY = msgspec.Raw(msgspec.msgpack.encode(HostMemory("/nowhere/a", (64, 128))))
 REQUESTS = [
-    Hello(request_id=1, rank=5),
+    Hello(request_id=1),
     Generate(
         request_id=2, prompt=b"odd", num_completions=2**40, max_tokens=-1, sampling={"n": "x"}
     ),
@@ -65,7 +64,6 @@ REQUESTS = [
     CheckSlot(request_id=7, slot=-1, num_bytes=2**60, crc=0),
     UpdateWeights(request_id=8, version=WeightVersion(-1, 2**60), first_bucket=99, in_flight=True),
     UpdateWeights(request_id=9, version=WeightVersion(1, 1), turn=-5),
-    Digest(request_id=11),
     Peek(request_id=12),
 ]
 
@@ -89,7 +87,7 @@ def server(tmp_path: Path) -> Iterator[tuple]:
 def connected(path: Path) -> Iterator[Connection]:
     connection = connect(str(path), "engine 0", path)
     try:
-        connection.send(Hello(request_id=1, rank=0), HANG_S)
+        connection.send(Hello(request_id=1), HANG_S)
         assert isinstance(connection.receive(HANG_S), Ready)
         yield connection
     finally:
@@ -149,7 +147,7 @@ def test_a_fuzz_of_the_socket_leaves_no_traceback_and_bounded_memory(tmp_path):
             before = anonymous_bytes(rank.process.pid)
             for _ in range(count):
                 send(path, nonsense(dice), dice.random() < 0.7)
-            assert isinstance(ask(connection, Hello(request_id=2, rank=0)), Ready)
+            assert isinstance(ask(connection, Hello(request_id=2)), Ready)
         with connected(path):  # it still takes new ranks
             assert anonymous_bytes(rank.process.pid) - before < 64 << 20
         lines = rank.text.splitlines()

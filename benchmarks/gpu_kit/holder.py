@@ -24,7 +24,7 @@ class HolderBackend(Backend):
         torch.zeros(1, device=self._device)
 
     def ready(self) -> Ready:
-        return Ready(pid=0, max_model_len=1, vllm_version="none")
+        return Ready(pid=0, max_model_len=1)
 
     def tokens_done(self) -> int:
         return 0
@@ -54,9 +54,6 @@ class HolderBackend(Backend):
 
     async def commit_update(self) -> list[WeightVersion]:
         return [self._version]
-
-    async def digests(self) -> list[str]:
-        return []
 
     async def stop(self) -> None:
         self._slots.close()

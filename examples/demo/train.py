@@ -128,7 +128,7 @@ def write_run(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
         "engines": topology.num_nodes * len(devices.per_engine),
         "devices": training_gpus + topology.num_nodes * sum(map(len, devices.per_engine)),
         "engine": "fake"
-        if trainer.vllm_generation.engines[0].ready.vllm_version == "fake"
+        if trainer.vllm_generation.engines[0].ready.model_runner == "fake"
         else "vLLM",
         "steps": trainer.state.global_step,
         "rows_per_step": trainer.args.generation_batch_size,

@@ -71,7 +71,7 @@ class Run:
         serve = self.serving[number]
         places = [
             EnginePlace(
-                number, index, partial(connect_rows, serve.address, index, 0, *self.pool, load)
+                number, index, partial(connect_rows, serve.address, index, 0, self.pool, load)
             )
             for index in range(serve.engines)
         ]
@@ -92,7 +92,7 @@ def run_of(
     save_without_weights(tiny_qwen2(), tiny_tokenizer(), model_folder)
     start = start_of(settings or settings_of(), model_folder, ranks=2)
     secret, facts = pool_of_run(name)
-    pool = secret, facts | identity
+    pool = Pool(secret, facts | identity)
     service = Agents(
         start,
         NODES,
@@ -100,7 +100,7 @@ def run_of(
         lambda number: run.forget(number),
         limit_s,
     )
-    port = Port("127.0.0.1", 0, *pool, {AGENTS: service}, lambda line: run.lines.append(line))
+    port = Port("127.0.0.1", 0, pool, {AGENTS: service}, lambda line: run.lines.append(line))
     run = Run(port, pool)
     with running(port.serve()):
         store.set(POOL_KEY, msgspec.json.encode(Notice(name, [port.address])).decode())

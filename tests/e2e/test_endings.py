@@ -17,11 +17,12 @@ import pytest
 from left_behind import left_in
 from waiting import HANG_S, until
 
+from multinode_kit.engines import below
 from multinode_kit.faults import HOOK, TREE
 from multinode_kit.namespaces import namespaces_available
 from multinode_kit.nodes import Nodes
 from trl_multinode.saving.checkpoint_files import newest_whole
-from trl_multinode.wire.supervisor import descendants, title_of
+from trl_multinode.wire.supervisor import title_of
 
 SCRIPT = Path(__file__).parent / "scripts" / "endless.py"
 RANKS = {0, 1, 2, 3}
@@ -38,9 +39,7 @@ def engine_pid(nodes: Nodes, node: int) -> int:
 
 
 def vllm_process(nodes: Nodes, node: int, title: str) -> int:
-    return next(
-        child.pid for child in descendants(engine_pid(nodes, node)) if title in title_of(child)
-    )
+    return next(child.pid for child in below(engine_pid(nodes, node)) if title in title_of(child))
 
 
 def stop_a_rank_and_kill_the_other_nodes_engine(nodes: Nodes) -> None:

@@ -10,7 +10,7 @@ from trl_multinode.engine_process import gate
 from trl_multinode.engine_process.backend import CompletionBuffer, Growing
 from trl_multinode.engine_process.gate import BusyClock
 from trl_multinode.engine_process.server import EngineServer
-from trl_multinode.wire.messages import Await, Generate, WeightVersion, pack_ids
+from trl_multinode.wire.messages import Await, EngineSpec, Generate, WeightVersion, pack_ids
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_server_says_with_every_done_how_busy_it_was_and_waiting_for_weights_i
             growing.rows = [CompletionBuffer([1], [-0.5])]
 
     async def story():
-        server = EngineServer(SimpleNamespace(), Backend())
+        server = EngineServer(EngineSpec(0, "", 0, {}), Backend())
         request = Generate(
             prompt=pack_ids([5]), num_completions=1, max_tokens=1, sampling={}, min_update=1
         )

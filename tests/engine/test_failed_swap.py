@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from types import SimpleNamespace
 
 import pytest
 from waiting import HANG_S
@@ -10,6 +9,7 @@ from waiting import HANG_S
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.wire.connection import LENGTH, _reply_decoder
 from trl_multinode.wire.messages import (
+    EngineSpec,
     Generate,
     UpdateWeights,
     WeightVersion,
@@ -73,7 +73,7 @@ class Rank:
 
 async def swap_beside_a_row(backend: Freezing) -> tuple[list, list]:
     """Return the replies to an update in flight, and those to the rank whose row was running."""
-    server = EngineServer(SimpleNamespace(), backend)
+    server = EngineServer(EngineSpec(0, "", 0, {}), backend)
     await server._weights.begin(0)
     await server._weights.end(1, FIRST)
     row, sender = Rank(server), Rank(server)

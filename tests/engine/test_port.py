@@ -13,14 +13,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ported import FACTS, KEY, NODE, SECRET, Hand, impostor, open_port, read, right_facts
+from ported import FACTS, KEY, NODE, POOL, SECRET, Hand, impostor, open_port, read, right_facts
 from waiting import HANG_S, until
 
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.wire import port
 from trl_multinode.wire import secret as secret_module
 from trl_multinode.wire.connection import LENGTH, MAX_HELLO_BYTES, with_length
-from trl_multinode.wire.handshake import BYTES, FROM_PORT, GREETING, Facts, Verdict, dial
+from trl_multinode.wire.handshake import BYTES, FROM_PORT, GREETING, Facts, Pool, Verdict, dial
 from trl_multinode.wire.secret import SECRET_FILE, Secret, pool_secret
 
 OTHER = Secret(KEY[::-1])
@@ -57,7 +57,7 @@ def address(echo, lines):
 
 
 def echoed(address) -> bytes:
-    with closing(dial(address, SECRET, FACTS, "echo", HANG_S)) as stream:
+    with closing(dial(address, POOL, "echo", HANG_S)) as stream:
         stream.settimeout(HANG_S)
         stream.sendall(b"text")
         return read(stream, 4)
@@ -67,7 +67,7 @@ def refused(
     address, secret: Secret = SECRET, facts: Facts = FACTS, service: str = "echo"
 ) -> ConfigurationError:
     with pytest.raises(ConfigurationError) as found:
-        dial(address, secret, facts, service, HANG_S)
+        dial(address, Pool(secret, facts), service, HANG_S)
     assert found.value.node == address.node
     assert KEY.decode() not in str(found.value)
     return found.value
@@ -164,7 +164,7 @@ def test_a_port_that_does_not_know_the_secret_gets_nothing_after_the_claim():
         return bytes(answer)
 
     with impostor(lambda body: answers.append(right(body)) or answers[-1]) as (address, later):
-        dial(address, SECRET, FACTS, "echo", HANG_S).close()  # the control
+        dial(address, POOL, "echo", HANG_S).close()  # the control
     for answer_to in (
         lambda body: body[BYTES : 2 * BYTES],
         lambda body: body[BYTES : 2 * BYTES] + right(body)[BYTES:],
@@ -186,7 +186,7 @@ def test_another_program_at_the_address_is_named():
         impostor(lambda body: body, greeting=b"SSH-2.0-OpenSSH_") as (address, later),
         pytest.raises(ConnectionError, match="another program"),
     ):
-        dial(address, SECRET, FACTS, "echo", HANG_S)
+        dial(address, POOL, "echo", HANG_S)
     assert later == [b""]
 
 
@@ -272,7 +272,7 @@ def test_silent_connections_keep_others_out_only_until_the_limit(echo, lines, mo
     with open_port({"echo": echo}, lines.append) as address, ExitStack() as ends:
         proven = []
         for _ in range(4):  # these do not count
-            proven.append(dial(address, SECRET, FACTS, "echo", HANG_S))
+            proven.append(dial(address, POOL, "echo", HANG_S))
             ends.enter_context(closing(proven[-1]))
         silent = [ends.enter_context(Hand(address)) for _ in range(3)]
         late = ends.enter_context(
@@ -295,7 +295,7 @@ def test_a_port_that_closes_a_connection_before_its_proof_is_an_error():
         impostor(lambda body: None) as (address, later),
         pytest.raises((EOFError, ConnectionError)),
     ):
-        dial(address, SECRET, FACTS, "echo", HANG_S)
+        dial(address, POOL, "echo", HANG_S)
 
 
 def test_a_port_without_a_descriptor_left_takes_connections_again(address, monkeypatch):
@@ -324,7 +324,7 @@ def test_a_port_that_ends_leaves_no_socket_and_no_task(echo):
     before = descriptors()
     with ExitStack() as ends:
         with open_port({"echo": echo}) as address:  # which finds the tasks
-            served = ends.enter_context(closing(dial(address, SECRET, FACTS, "echo", HANG_S)))
+            served = ends.enter_context(closing(dial(address, POOL, "echo", HANG_S)))
             silent = ends.enter_context(Hand(address)).stream
             until(lambda: echo.count == 1)
         served.settimeout(HANG_S)

@@ -26,8 +26,6 @@ from trl_multinode.wire.messages import (
     CheckSlot,
     Completion,
     Completions,
-    Digest,
-    Digests,
     Done,
     EngineTimes,
     ErrorName,
@@ -59,7 +57,7 @@ def memory(transport: str, message: msgspec.Struct) -> dict:
 
 
 REQUESTS = [
-    Hello(request_id=1, rank=5),
+    Hello(request_id=1),
     Generate(
         request_id=2, prompt=pack_ids([1, -1, 2**31 - 1]), num_completions=4, max_tokens=9,
         sampling={"temperature": 0.5, "stop": ["\n"], "structured_outputs": {"regex": "[0-9]"}}, seed=2**40 + 3,
@@ -78,13 +76,12 @@ REQUESTS = [
     UpdateWeights(
         request_id=7, version=VERSION, turn=5, first_bucket=3, in_flight=True, recompute_kv=True
     ),
-    Digest(request_id=11),
     Peek(request_id=15),
     Shutdown(request_id=10),
 ]  # fmt: skip
 REPLIES = [
-    Ready(request_id=1, pid=77, max_model_len=4096, vllm_version="0.31.0"),
-    Progress(tokens=2**40),
+    Ready(request_id=1, pid=77, max_model_len=4096),
+    Progress(),
     Completions(request_id=2, rows=(
         Completion(
             pack_ids([8, 9]), np.array([-0.5, np.nan], dtype=np.float32).tobytes(),
@@ -96,7 +93,6 @@ REPLIES = [
         request_id=3, version=VERSION, kv_use=0.25,
         times=EngineTimes(clock_s=9.0, busy_s=4.0, slot_s=2.5, frozen_s=0.5, load_s=1.5, commit_s=0.1),
     ),
-    Digests(request_id=5, workers=("ab", "cd")),
     *(
         Failure(request_id=4, message="über 256", error=error)
         for error in get_args(ErrorName)
@@ -226,6 +222,6 @@ def test_a_corrupt_length_is_an_error_and_not_an_allocation_and_a_body_must_be_a
         connection.receive(HANG_S)
     with pytest.raises(EngineDiedError, match="18446744073709551615"):
         read_all(b"\xff" * 8)
-    body = msgspec.msgpack.encode({"type": "Hello", "rank": "x"})
-    with pytest.raises(msgspec.ValidationError, match="rank"):
+    body = msgspec.msgpack.encode({"type": "Await", "min_update": "x"})
+    with pytest.raises(msgspec.ValidationError, match="min_update"):
         read_all(LENGTH.pack(len(body)) + body)

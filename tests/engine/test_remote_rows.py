@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from forks import forked
 from listening import listeners
-from ported import FACTS, NODE, SECRET, impostor, open_port, read
+from ported import NODE, POOL, impostor, open_port, read
 from served import Keeper, serving
 from waiting import HANG_S, until
 
@@ -48,7 +48,6 @@ from trl_multinode.wire.messages import (
     Await,
     CheckSlot,
     Completions,
-    Digest,
     Generate,
     Hello,
     OpenSlots,
@@ -72,7 +71,7 @@ class RemoteEngines(NodeEngines):
 
     def __init__(self, address, local: NodeEngines, load: Path, rank: int = 5, **settings):
         places = [
-            EnginePlace(NODE, index, partial(connect_rows, address, index, 1, SECRET, FACTS, LOG))
+            EnginePlace(NODE, index, partial(connect_rows, address, index, 1, POOL, LOG))
             for index in range(len(local))
         ]
         super().__init__(places, 1, rank, load, 60.0, 64, **settings)
@@ -294,8 +293,8 @@ def address(backend, lines, tmp_path):
 
 
 def connected(address):
-    connection = connect_rows(address, 0, 1, SECRET, FACTS, LOG)
-    connection.send(Hello(request_id=1, rank=5), HANG_S)
+    connection = connect_rows(address, 0, 1, POOL, LOG)
+    connection.send(Hello(request_id=1), HANG_S)
     assert isinstance(connection.receive(HANG_S), Ready)
     return connection
 
@@ -312,11 +311,10 @@ FORBIDDEN = [
     OpenSlots(request_id=5, transport="host", memory=NO_MEMORY, sizes=(), buckets=()),
     CheckSlot(request_id=7, slot=0, num_bytes=1, crc=0),
     UpdateWeights(request_id=8, version=WeightVersion(2, 2)),
-    Digest(request_id=11),
     Shutdown(request_id=12),
 ]
 ALLOWED = [
-    Hello(request_id=3, rank=1),
+    Hello(request_id=3),
     a_row(1, 4),
     Score(request_id=5, prompt=pack_ids([4, 5])),
     Await(request_id=6, min_update=1),
@@ -367,9 +365,7 @@ BYTES = {
 def test_anything_else_closes_the_connection_and_the_engine_never_sees_it(
     address, backend, lines, data, said_hello
 ):
-    connection = (
-        connected(address) if said_hello else connect_rows(address, 0, 1, SECRET, FACTS, LOG)
-    )
+    connection = connected(address) if said_hello else connect_rows(address, 0, 1, POOL, LOG)
     with closing(connection):
         # behind it a request that would pass; in one piece, so that the port has both at once
         connection._socket.sendall(data + frame(a_row(1)))
@@ -416,7 +412,8 @@ def test_the_requests_of_a_rank_that_vanishes_are_cancelled(address, backend):
 
 
 def client_of(connection) -> EngineClient:
-    return EngineClient(connection, 0, 5, 1, HANG_S, {}, tolerant=True)
+    place = EnginePlace(NODE, 0, lambda timeout_s: connection)
+    return EngineClient(place, 0, 5, 1, HANG_S, {}, tolerant=True)
 
 
 @pytest.mark.parametrize("error", [EngineStalledError("late"), EngineDiedError("gone")])
@@ -424,7 +421,7 @@ def test_a_lost_engine_of_another_node_is_left_alone(address, backend, error, tm
     """Its pid is that of another process on this node, and the node of the engine has its own files."""
     with subprocess.Popen(["sleep", "600"]) as process:
         backend.pid = process.pid
-        client = client_of(connect_rows(address, 0, 1, SECRET, FACTS, LOG))
+        client = client_of(connect_rows(address, 0, 1, POOL, LOG))
         client.post(a_row(1, endless=True))
         until(lambda: backend.begun == 1)
         client.lose(error)
@@ -435,19 +432,19 @@ def test_a_lost_engine_of_another_node_is_left_alone(address, backend, error, tm
 
 
 def test_errors_of_a_connection_say_which_node(address):
-    with closing(connect_rows(address, 0, 1, SECRET, FACTS, LOG)) as connection:
-        assert connection.name == NAME and not connection.is_local
+    with closing(connect_rows(address, 0, 1, POOL, LOG)) as connection:
+        assert connection.name == NAME
         with pytest.raises(EngineStalledError, match=NAME):
             connection.receive(0.01)
     with pytest.raises(ConfigurationError) as found:
-        connect_rows(address, 7, 1, SECRET, FACTS, LOG)
+        connect_rows(address, 7, 1, POOL, LOG)
     assert (found.value.node, found.value.got) == (NODE, "rows 7")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nowhere = handshake.PortAddress(NODE, *closed.getsockname())
     with impostor(lambda body: None) as (closing_port, _):
         for where in (nowhere, closing_port):
             with pytest.raises(EngineDiedError, match=NAME):
-                connect_rows(where, 0, 1, SECRET, FACTS, LOG)
+                connect_rows(where, 0, 1, POOL, LOG)
 
 
 # ---- memory
@@ -510,7 +507,7 @@ def test_requests_that_an_engine_does_not_read_wait_in_the_rank(tmp_path):
         engine.listen()
         with (
             port_of_its_own(tmp_path / "s") as (address, pid),
-            closing(connect_rows(address, 0, 1, SECRET, FACTS, LOG)) as connection,
+            closing(connect_rows(address, 0, 1, POOL, LOG)) as connection,
         ):
             before = anonymous_bytes(pid)
             connection._socket.settimeout(1.0)

@@ -1,7 +1,6 @@
 """Rows under way that a checkpoint reads: a completion that has just ended is not taken for a beginning."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 from waiting import HANG_S
@@ -11,6 +10,7 @@ from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.wire.connection import LENGTH, _reply_decoder, frame
 from trl_multinode.wire.messages import (
     Completions,
+    EngineSpec,
     Generate,
     Hello,
     Peek,
@@ -45,7 +45,7 @@ class Backend:
         return 0
 
     def ready(self) -> Ready:
-        return Ready(pid=0, max_model_len=256, vllm_version="none")
+        return Ready(pid=0, max_model_len=256)
 
 
 class Writer:
@@ -62,11 +62,11 @@ class Writer:
 
 async def peek_beside_an_ended_row() -> list:
     backend, reader, writer = Backend(), asyncio.StreamReader(), Writer()
-    server = EngineServer(SimpleNamespace(index=0, start=0), backend)
+    server = EngineServer(EngineSpec(0, "", 0, {}), backend)
     await server._weights.begin(0)
     await server._weights.end(1, WeightVersion(1, 10))
     serving = asyncio.create_task(server._connection(reader, writer))
-    reader.feed_data(frame(Hello(request_id=0, rank=0)))
+    reader.feed_data(frame(Hello(request_id=0)))
     for number, prompt in ((1, [5]), (2, [6])):
         reader.feed_data(frame(Generate(
             request_id=number, prompt=pack_ids(prompt), num_completions=1, max_tokens=9, sampling={}, min_update=1,

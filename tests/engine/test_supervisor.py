@@ -12,7 +12,7 @@ import pytest
 
 from trl_multinode.engine_process import server
 from trl_multinode.engine_process.server import EngineServer
-from trl_multinode.wire.messages import Digest
+from trl_multinode.wire.messages import CheckSlot, EngineSpec
 from trl_multinode.wire.supervisor import descendants, first_ended, is_resource_tracker, title_of
 
 
@@ -77,7 +77,7 @@ def test_an_engine_that_ends_does_not_wait_for_the_tracker_of_its_shared_memory(
 class Broken:
     """A backend whose vLLM fails, because one of its processes has ended."""
 
-    async def digests(self):
+    async def check_slot(self, slot, num_bytes):
         raise RuntimeError("Call to collective_rpc method failed: cancelled")
 
 
@@ -88,10 +88,11 @@ def test_an_error_of_vllm_is_not_sent_by_an_engine_that_ends_with_the_cause(leav
     writer = SimpleNamespace(write=sent.append, drain=lambda: asyncio.sleep(0))
 
     async def answered() -> None:
-        engine = EngineServer(SimpleNamespace(), Broken())
+        engine = EngineServer(EngineSpec(0, "", 0, {}), Broken())
         if leaving:
             engine.leaving.set()
-        answering = asyncio.create_task(engine._answer(Digest(), writer))
+        check = CheckSlot(slot=0, num_bytes=1, crc=0)
+        answering = asyncio.create_task(engine._answer(check, writer))
         for _ in range(10):  # turns of the event loop, in which nothing else runs
             await asyncio.sleep(0)
         assert answering.done() is not leaving

@@ -11,7 +11,7 @@ from trl_multinode.engine_process.gate import WeightGate
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.engine_process.vllm_backend import VllmBackend
 from trl_multinode.wire.connection import LENGTH, _reply_decoder
-from trl_multinode.wire.messages import Failure, UpdateWeights, WeightVersion
+from trl_multinode.wire.messages import EngineSpec, Failure, UpdateWeights, WeightVersion
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_workers_that_committed_different_versions_fail_the_update():
     rank = SimpleNamespace(write=sent.append, drain=lambda: asyncio.sleep(0))
 
     async def update() -> None:
-        server = EngineServer(SimpleNamespace(), Divided())
+        server = EngineServer(EngineSpec(0, "", 0, {}), Divided())
         request = UpdateWeights(version=WeightVersion(2, 20))
         await asyncio.wait_for(server._answer(request, rank), HANG_S)
 

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import HashStore
 from waiting import HANG_S, until
 
-from multinode_kit.engines import ENGINE_ARGS
+from multinode_kit.engines import ENGINE_ARGS, below
 from multinode_kit.faults import FAKE, HOOK, TREE
 from multinode_kit.forking import from_template
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
@@ -44,7 +44,7 @@ from trl_multinode.weights.probe import probe_tokens
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.transport import Transport
-from trl_multinode.wire.supervisor import descendants, title_of
+from trl_multinode.wire.supervisor import title_of
 
 MOMENTS = ("load", "copy", "generation", "idle")
 PROMPTS = [[5, 6, 7]] * 4 + [[8, 9]] * 4
@@ -197,7 +197,7 @@ class OneNode(Updates):
     def kill_in_vllm(self, title: str, with_rows: bool = False) -> None:
         """Kill the first of vLLM's processes with this word in its title, at once or as soon as it has rows."""
         process = next(
-            child for child in descendants(self.engines[0].ready.pid) if title in title_of(child)
+            child for child in below(self.engines[0].ready.pid) if title in title_of(child)
         )
 
         def later() -> None:

@@ -1,5 +1,6 @@
 """Running engines without a trainer, for tests of the engine itself."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -7,10 +8,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import PreTrainedModel
 
-from trl_multinode.engine.client import Rollout
+from trl_multinode.engine.client import EngineClient, Rollout
 from trl_multinode.engine.node_engines import NodeEngines, local_places
 from trl_multinode.engine.process import EngineProcess, wait_until_ready
 from trl_multinode.engine.run_folder import RunFolder
@@ -20,12 +22,14 @@ from trl_multinode.engine.settings import (
     cores_per_worker,
     save_without_weights,
 )
+from trl_multinode.errors import WeightSyncError
 from trl_multinode.weights.source import ModuleSource, WeightSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.transport import Transport
-from trl_multinode.wire.messages import EngineSpec, UpdateWeights, WeightVersion
+from trl_multinode.wire.messages import CheckSlot, EngineSpec, UpdateWeights, WeightVersion
+from trl_multinode.wire.supervisor import is_running
 
-from .faults import FAKE, FORKED, REAL, TREE  # noqa: F401 - callers of `running_engines` import them
+from .faults import FAKE, FORKED, REAL, TREE, WEIGHTS  # noqa: F401 - callers of `running_engines` import them
 from .forking import from_template
 from .models import tiny_tokenizer
 
@@ -184,10 +188,26 @@ def sockets_of(engines: NodeEngines) -> list[Path]:
     return [Path(client._connection._socket.getpeername()) for client in engines]
 
 
+def below(pid: int) -> list[psutil.Process]:
+    """Return the live processes below a process, without zombies."""
+    children = psutil.Process(pid).children(recursive=True)
+    return [child for child in children if is_running(child.pid)]
+
+
+def crcs_of_weights(client: EngineClient) -> list[int]:
+    """Return the CRC-32 of each worker's weights, bit by bit, from an engine of the kit that accepts faults."""
+    try:
+        client.ask(CheckSlot(slot=WEIGHTS, num_bytes=0, crc=-1))
+    except WeightSyncError as error:  # its message has the checksums that it refuses
+        text = str(error)
+        return json.loads(text[text.index("[") : text.index("]") + 1])
+    raise RuntimeError(f"{client.name} accepts every checksum")
+
+
 def connected_again(engines: NodeEngines) -> NodeEngines:
     """Return further connections to the same engines, which accept the same versions."""
     load = sockets_of(engines)[0].parent / "load"
-    other = NodeEngines(engines.places, 0, 0, load, 60.0, engines._window)
+    other = NodeEngines([client.place for client in engines], 0, 0, load, 60.0, engines._window)
     for client in other:
         client._sent = engines._sent
     return other

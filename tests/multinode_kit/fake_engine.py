@@ -7,10 +7,10 @@ of one import (vLLM: half a minute). It computes real log-probs, so the library'
 """
 
 import asyncio
-import hashlib
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ from trl_multinode.wire.messages import (
 )
 
 from .fake_sampling import SAMPLING_KEYS, sample
-from .faults import Faults
+from .faults import WEIGHTS, Faults
 
 # single rows, counted from one, that `hold_rows` holds: those of four groups in eight
 HELD_ROWS = range(8, 33, 8)
@@ -165,7 +165,7 @@ class FakeBackend(Backend):
         return Ready(
             pid=os.getpid(),
             max_model_len=self._context,
-            vllm_version="fake",
+            model_runner="fake",
             slots=self._args.get("max_num_seqs") or 1,
             serves_lora=self._args.get("enable_lora", False),
         )
@@ -253,7 +253,16 @@ class FakeBackend(Backend):
         self._slots = open_slots(request, torch.device("cpu"))
 
     async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
+        if slot == WEIGHTS:
+            return [self._crc_of_weights()]
         return [call_with_timeout(SELF_TEST_S, lambda: self._slots.crc(slot, num_bytes))]
+
+    def _crc_of_weights(self) -> int:
+        crc = 0
+        for name, tensor in (self._model.state_dict() | self._base).items():
+            crc = zlib.crc32(name.encode(), crc)
+            crc = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy(), crc)
+        return crc
 
     async def begin_update(self, update: UpdateWeights) -> None:
         self._version = update.version
@@ -316,14 +325,6 @@ class FakeBackend(Backend):
             weight = self._model.get_parameter(f"{name}.weight")
             base = self._base.setdefault(f"{name}.weight", weight.clone())
             weight.copy_(base + self._pending[name + end_b] @ self._pending[name + end_a])
-
-    async def digests(self) -> list[str]:
-        digest = hashlib.sha256()
-        for name, tensor in (self._model.state_dict() | self._base).items():
-            digest.update(
-                name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            )
-        return [digest.hexdigest()]
 
     async def stop(self) -> None:
         self._pending.clear()

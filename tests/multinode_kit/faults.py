@@ -22,6 +22,9 @@ FAULTY_REAL = "multinode_kit.faulty_engine"  # REAL accepts no faults
 TREE = "multinode_kit.forked_vllm"  # the real engine whose vLLM processes are its forks; it accepts faults
 FAKE = "multinode_kit.fake_engine"
 
+# Slot of a self test for which an engine with faults returns checksums of its weights, without adapters
+WEIGHTS = -1
+
 # TREE, or FAKE, as a fork of a template process. `forking.from_template` adds the template's socket and the program.
 # The process that a rank starts only stands for the fork, so vLLM's processes are no descendants of it
 FORKED = "multinode_kit.forked_engine"

@@ -3,16 +3,19 @@
 vLLM imports this module for its worker extension, before it builds the receiver; the import registers the faulty one.
 """
 
+import zlib
+from collections.abc import Iterator
 from unittest.mock import patch
 
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.linear import LinearBase
 
 from trl_multinode.vllm_worker import reloading
 from trl_multinode.vllm_worker.plugin import BACKEND
 from trl_multinode.vllm_worker.worker import BucketReceiver, WorkerExtension
 
-from .faults import Faults
+from .faults import WEIGHTS, Faults
 
 
 class FaultyReceiver(BucketReceiver):
@@ -47,6 +50,30 @@ class FaultyReceiver(BucketReceiver):
 
 class FaultyWorkerExtension(WorkerExtension):
     """The product's extension, under a name that makes vLLM import this module."""
+
+    def crc_of_slot(self, slot: int, num_bytes: int) -> int:
+        if slot != WEIGHTS:
+            return super().crc_of_slot(slot, num_bytes)
+        crc = 0
+        for name, tensor in _weights(self.weight_transfer_engine.model):  # type: ignore[attr-defined]
+            crc = zlib.crc32(name.encode(), crc)
+            bits = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            crc = zlib.crc32(bits.numpy(), crc)
+        return crc
+
+
+@torch.no_grad()
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters, buffers, and the weights that a CPU kernel has packed.
+
+    The packed weights are read back as the kernel's product with the identity, which is exact.
+    """
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase) and hasattr(module, "cpu_linear"):
+            identity = torch.eye(module.input_size_per_partition, dtype=module.params_dtype)
+            yield f"{name} packed", module.cpu_linear(identity, module.weight, None)
 
 
 WeightTransferEngineFactory._registry[BACKEND] = lambda: FaultyReceiver

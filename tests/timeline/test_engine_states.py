@@ -28,9 +28,8 @@ def recorded(path: Path) -> list[tuple]:
     return [(line["phase"], line["rows"], line["update"]) for line in lines]
 
 
-def states_in(path: Path) -> EngineStates:
-    spec = EngineSpec(1, "", 0, {}, state_path=str(path / "states.jsonl"), node=3, attempt=2)
-    return EngineStates.of(spec)
+def spec_in(path: Path) -> EngineSpec:
+    return EngineSpec(1, "", 0, {}, state_path=str(path / "states.jsonl"), node=3, attempt=2)
 
 
 class Swapping:
@@ -125,9 +124,7 @@ def test_an_update_in_flight_has_its_frozen_rows_and_one_that_drains_has_none(
     async def run():
         backend = Swapping()
         await asyncio.wait_for(
-            story(
-                EngineServer(SimpleNamespace(), backend, states_in(tmp_path)), backend, in_flight
-            ),
+            story(EngineServer(spec_in(tmp_path), backend), backend, in_flight),
             HANG_S,
         )
 
@@ -138,7 +135,7 @@ def test_an_update_in_flight_has_its_frozen_rows_and_one_that_drains_has_none(
 def test_an_update_that_fails_ends_its_state(tmp_path):
     async def run():
         backend = Swapping(commits=False)
-        server = EngineServer(SimpleNamespace(), backend, states_in(tmp_path))
+        server = EngineServer(spec_in(tmp_path), backend)
         writer = SimpleNamespace(write=lambda data: None, drain=lambda: asyncio.sleep(0))
         request = UpdateWeights(version=WeightVersion(1, 1))
         await asyncio.wait_for(server._answer(request, writer), HANG_S)
@@ -149,7 +146,7 @@ def test_an_update_that_fails_ends_its_state(tmp_path):
 
 @pytest.mark.nightly
 def test_the_lines_of_a_round_are_few_and_show_its_tail(tmp_path):
-    states = states_in(tmp_path)
+    states = EngineStates.of(spec_in(tmp_path))
     for rows in [*range(1, 1025), *range(1023, -1, -1)]:
         states.count(1 if rows else 0, rows)
     found = recorded(tmp_path / "states.jsonl")

@@ -13,7 +13,14 @@ from swapping import differences_with_a_cached_prefix, generate_while_sending
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import multinode_kit
-from multinode_kit.engines import FAKE, FORKED, SyncDriver, running_engines, worst_difference
+from multinode_kit.engines import (
+    FAKE,
+    FORKED,
+    SyncDriver,
+    crcs_of_weights,
+    running_engines,
+    worst_difference,
+)
 from multinode_kit.faults import Faults
 from multinode_kit.models import tiny_qwen2
 from trl_multinode.config import MultiNodeGRPOConfig
@@ -28,7 +35,7 @@ from trl_multinode.weights.peft_source import (
     adapter_obstacles,
     lora_rank,
 )
-from trl_multinode.wire.messages import Digest, WeightVersion
+from trl_multinode.wire.messages import WeightVersion
 
 PROMPTS = [[5, 6, 7], [290, 8, 7, 299]]
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -219,8 +226,8 @@ class Run:
         with self.model.disable_adapter():
             return self.difference()
 
-    def digest(self) -> tuple[str, ...]:
-        return self.trainer.engines[0].ask(Digest()).workers
+    def digest(self) -> list[int]:
+        return crcs_of_weights(self.trainer.engines[0])
 
     def send_until(self, update: int) -> None:
         while self.trainer.version.update < update:

@@ -219,7 +219,7 @@ def test_layers_with_an_adapter_have_the_checkpoints_names_too(tmp_path):
     name = f"{layers[0]}.weight"
     bucket = tuple(meta for meta in merged.metadata() if meta.name == name)
     with merged.gathering(bucket) as finish:
-        got = finish()[0].full()
+        got = finish()[0].copy()
     layer = model.get_base_model().model.language_model.layers[0].self_attn.q_proj
     expected = layer.base_layer.weight + layer.get_delta_weight("default")
     assert torch.allclose(got, expected) and not torch.allclose(got, layer.base_layer.weight)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import forked, on_gloo_ranks
-from ported import FACTS, SECRET, running
+from ported import POOL, running
 from served import Keeper, digest, serving
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -90,7 +90,7 @@ class Trainer:
     def serving(
         self, host: str = "127.0.0.1", report: Callable[[str], None] = pytest.fail
     ) -> Iterator[PortAddress]:
-        port = Port(host, self.node, SECRET, FACTS, self.service.services, report)
+        port = Port(host, self.node, POOL, self.service.services, report)
         with running(port.serve()):
             yield port.address
 
@@ -145,7 +145,7 @@ def agent(
     with serving(*engines, folder=folder) as clients:
         transport = Transport(folder=folder)
         with closing(
-            PulledUpdates(clients, transport, addresses, (SECRET, FACTS), report, limit_s)
+            PulledUpdates(clients, transport, addresses, POOL, report, limit_s)
         ) as updates:
             yield updates
 
@@ -277,7 +277,7 @@ def gathered(source: ModuleSource) -> str:
         if not source.gather.is_local_main:
             return ""
         pairs = zip(metadata, pieces, strict=True)
-        return digest({meta.name: one.full().to(meta.dtype) for meta, one in pairs})
+        return digest({meta.name: one.copy().to(meta.dtype) for meta, one in pairs})
 
 
 def test_every_agent_pulls_each_bucket_that_changed_once(trainers, addresses, asked, tmp_path):
@@ -572,7 +572,7 @@ def ends(monkeypatch) -> list[BaseException]:
 
 
 def asking(address: PortAddress, request: object) -> socket.socket:
-    stream = dial(address, SECRET, FACTS, WEIGHTS, HANG_S)
+    stream = dial(address, POOL, WEIGHTS, HANG_S)
     stream.sendall(with_length(msgspec.msgpack.encode(request)))
     return stream
 

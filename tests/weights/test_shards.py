@@ -55,7 +55,7 @@ def test_pieces_of_all_ranks_are_the_tensor_on_every_local_main_process(
             assert all(piece.data.numel() == 0 for piece in pieces)
             return None
         return [
-            torch.equal(p.full(), t.to(travels_as))
+            torch.equal(p.copy(), t.to(travels_as))
             for p, t in zip(pieces, full_tensors(), strict=True)
         ]
 
@@ -142,7 +142,7 @@ def test_fsdp2_shards_are_gathered_with_one_collective_and_as_full_tensor_would(
             pieces = finish()
             assert counted == [source.gather.across, source.gather.within] == [0, 1]
             return (
-                [torch.equal(p.full(), t) for p, t in zip(pieces, expected, strict=True)]
+                [torch.equal(p.copy(), t) for p, t in zip(pieces, expected, strict=True)]
                 if rank == 0
                 else [True]
             )
@@ -186,7 +186,7 @@ def test_tensors_of_few_rows_are_spread_evenly_before_they_are_gathered(tmp_path
                 return list(counted)
             return [
                 *counted,
-                *(torch.equal(p.full(), t) for p, t in zip(pieces, expected, strict=True)),
+                *(torch.equal(p.copy(), t) for p, t in zip(pieces, expected, strict=True)),
                 padding,
             ]
 
@@ -265,7 +265,7 @@ def test_an_empty_sharded_tensor_alone_in_its_bucket_is_gathered(tmp_path):
         gather = ShardGather(torch.device("cpu"), even_nodes(2))
         empty = Shard(torch.empty(0), (0, 5), all_of(gather.world, 0))
         (pieces,) = Gathering(gather, [empty], [torch.bfloat16]).wait()
-        return rank > 0 or pieces.full().shape == (0, 5)
+        return rank > 0 or pieces.copy().shape == (0, 5)
 
     assert on_gloo_ranks(body, 4, tmp_path) == [True] * 4
 

@@ -39,7 +39,7 @@ def sent(source: WeightSource) -> dict[str, torch.Tensor]:
     metadata = tuple(source.metadata())
     with source.gathering(metadata) as finish:
         found = zip(metadata, finish(), strict=True)
-        return {meta.name: pieces.full().to(meta.dtype).clone() for meta, pieces in found}
+        return {meta.name: pieces.copy().to(meta.dtype).clone() for meta, pieces in found}
 
 
 def take_part(source: WeightSource) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from memory import MIB, status
 
-from multinode_kit.engines import TREE, SyncDriver, running_engines
+from multinode_kit.engines import TREE, SyncDriver, below, running_engines
 from multinode_kit.models import tiny_qwen2
-from trl_multinode.wire.supervisor import descendants, title_of
+from trl_multinode.wire.supervisor import title_of
 
 # test_weight_sync.py counts the buckets that are open, which is what a fault here would change first
 pytestmark = [pytest.mark.real, pytest.mark.engine, pytest.mark.nightly]
@@ -64,9 +64,7 @@ def test_a_worker_of_vllm_needs_a_layer_three_times_on_a_cpu(tmp_path):
     with running_engines(model, tmp_path, TREE) as engines:
         driver = SyncDriver(model, engines, bucket_bytes=layer // 24)
         driver.send()
-        worker = next(
-            each for each in descendants(engines[0].ready.pid) if "Worker" in title_of(each)
-        )
+        worker = next(each for each in below(engines[0].ready.pid) if "Worker" in title_of(each))
         found = []
         for _ in range(2):
             Path(f"/proc/{worker.pid}/clear_refs").write_text("5")

@@ -108,7 +108,7 @@ def test_gathered_gives_the_tensors_of_the_bucket_in_its_order():
     source = ModuleSource(model, torch.bfloat16)
     bucket = tuple(reversed(source.metadata()))
     with source.gathering(bucket) as finish:
-        tensors = [piece.full() for piece in finish()]
+        tensors = [piece.copy() for piece in finish()]
         assert [tuple(tensor.shape) for tensor in tensors] == [meta.shape for meta in bucket]
         # no copy where nothing is sharded
         assert tensors[-1].data_ptr() == model.embed.weight.data_ptr()
@@ -123,7 +123,7 @@ def test_a_parameter_that_a_wrapper_replaced_is_sent_as_it_is_now():
     model.inner.weight = nn.Parameter(torch.full((2, 4), 7.0))
     (meta,) = [meta for meta in source.metadata() if meta.name == "inner.weight"]
     with source.gathering((meta,)) as finish:
-        assert torch.equal(finish()[0].full(), torch.full((2, 4), 7.0))
+        assert torch.equal(finish()[0].copy(), torch.full((2, 4), 7.0))
 
 
 # ---- buckets

@@ -24,7 +24,7 @@ def join(node_0: PortAddress, pool: Pool, number: int) -> tuple[socket.socket, S
         `ConfigurationError`: if the secrets differ, or if node 0 refuses the run or a version.
         `EngineDiedError`, `EOFError`, `OSError`: if the run has ended, or has not begun.
     """
-    stream = dial(node_0, *pool, AGENTS, DIAL_S)
+    stream = dial(node_0, pool, AGENTS, DIAL_S)
     stream.setblocking(False)
 
     async def ask() -> Start:
@@ -68,7 +68,7 @@ class Member(Background):
         # on the interface that leads to node 0, and on no other one
         host = route_to(node_0.host) or "127.0.0.1"
         self._services: dict[str, Service] = {}
-        self._port = Port(host, number, *pool, self._services, report)
+        self._port = Port(host, number, pool, self._services, report)
         super().__init__(self._keep(), "member")
 
     async def _keep(self) -> None:

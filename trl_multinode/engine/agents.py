@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..node_settings import NodeSettings
-from ..wire.connection import receive_body, with_length
+from ..wire.connection import frame, receive_body
 from ..wire.handshake import PortAddress
 from .settings import EngineSettings
 
@@ -172,8 +172,7 @@ class Agents:
 async def send(stream: socket.socket, message: Any, limit_s: float) -> None:
     """Send a message, within so many seconds."""
     async with asyncio.timeout(limit_s):
-        body = with_length(msgspec.msgpack.encode(message))
-        await asyncio.get_running_loop().sock_sendall(stream, body)
+        await asyncio.get_running_loop().sock_sendall(stream, frame(message))
 
 
 async def receive(stream: socket.socket, kind: type[T], limit_s: float | None = None) -> T:

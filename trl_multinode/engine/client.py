@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -35,6 +35,25 @@ LOSSES = (EngineDiedError, EngineStalledError)  # errors after which an engine c
 
 
 @dataclass(frozen=True)
+class EnginePlace:
+    """Place of an engine.
+
+    Args:
+        node (`int`), index (`int`):
+            Its node, and its index there.
+        connect (`Callable[[float], Connection]`):
+            Function that connects to it within a number of seconds.
+        is_of_agent (`bool`, *optional*, defaults to `False`):
+            An agent owns it, so that its loss is no loss of the run.
+    """
+
+    node: int
+    index: int
+    connect: Callable[[float], Connection]
+    is_of_agent: bool = False
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One completion, as an engine returned it."""
 
@@ -60,10 +79,10 @@ class EngineClient:
     ```
 
     Args:
-        connection (`Connection`):
-            Connection to the engine.
+        place ([`EnginePlace`]):
+            Place of the engine.
         index (`int`):
-            Index of the engine on its node.
+            Index among the engines of the rank, which for those of its node is the one there.
         rank (`int`), node (`int`):
             Numbers of the calling rank and its node.
         stall_timeout_s (`float`):
@@ -72,7 +91,14 @@ class EngineClient:
             Optimizer step of every weight update that was sent to the engines of this rank, by the update's number;
             its owner adds to it. If it is empty, the client cannot check which versions exist.
         tolerant (`bool`):
-            Give an engine up that died or stalled, instead of raising its error: its owner starts it again.
+            Give an engine up that died or stalled, instead of raising its error: its owner starts it again. The
+            engines of agents are always given up.
+        timeout_s (`float`, *optional*, defaults to 30.0):
+            Deadline for connecting, in seconds.
+
+    Attributes:
+        is_near (`bool`):
+            The engine is one of the rank's node, where its pid names its process.
 
     Raises:
         `EngineError`: if the engine does not answer.
@@ -80,32 +106,35 @@ class EngineClient:
 
     def __init__(
         self,
-        connection: Connection,
+        place: EnginePlace,
         index: int,
         rank: int,
         node: int,
         stall_timeout_s: float,
         sent: dict[int, int],
         tolerant: bool,
+        timeout_s: float = 30.0,
     ):
         self._sent = sent
-        self.tolerant = tolerant
+        self.place = place
+        self.is_near = place.node == node
+        self.tolerant = tolerant or place.is_of_agent
         self.index = index
-        self.name = connection.name
+        self._connection = place.connect(timeout_s)
+        self.name = self._connection.name
         self.unanswered: set[int] = set()  # request ids
         # time of the last message from the engine, or of the first open request
         self.last_work = time.monotonic()
-        self._connection = connection
         self._where = f"Rank {rank} (node {node})"
         self._stall_timeout_s = stall_timeout_s
         self._ids = itertools.count(1)
         self._early: dict[int, Message] = {}  # replies that arrived before they were waited for
-        ready = self.ask(Hello(rank=rank))
+        ready = self.ask(Hello())
         assert isinstance(ready, Ready), ready
         self.ready = ready
         self.lost: EngineError | None = None  # why this engine serves this connection no more
         self._process: psutil.Process | None = None
-        if connection.is_local:  # elsewhere the pid is that of another process
+        if self.is_near:  # elsewhere the pid is that of another process
             with suppress(psutil.NoSuchProcess):  # it has ended since it answered
                 # refuses to kill a later process with the same pid
                 self._process = psutil.Process(ready.pid)
@@ -121,7 +150,7 @@ class EngineClient:
         self.lost = error
         self.unanswered.clear()
         self._early.clear()
-        if not self._connection.is_local:
+        if not self.is_near:
             self._connection.close()
         elif isinstance(error, EngineStalledError):
             self._connection.explain_end(f"it stalled and was killed. {error}")
@@ -138,11 +167,6 @@ class EngineClient:
             if not self.tolerant:
                 raise
             self.lose(error)
-
-    @property
-    def is_near(self) -> bool:
-        """Return whether this is an engine of the rank's node."""
-        return self._connection.is_local
 
     @property
     def has_ended(self) -> bool:

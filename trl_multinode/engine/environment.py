@@ -13,13 +13,13 @@ KEPT_VARIABLES = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV",
     PREEMPT_VARIABLE,  # which an engine ignores
     "HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE",  # code of models with `trust_remote_code`
+    "GPU_DEVICE_ORDINAL",  # of AMD, see below
 )  # fmt: skip
 # On AMD, ROCR_VISIBLE_DEVICES and GPU_DEVICE_ORDINAL decide which GPU an index of HIP_VISIBLE_DEVICES means, and
 # HSA_OVERRIDE_GFX_VERSION which kernels run; without them an engine would take a GPU of another job, or not start
-AMD_VARIABLES = ("GPU_DEVICE_ORDINAL",)
-AMD_PREFIXES = ("HIP_", "ROCM_", "ROCR_", "HSA_", "RCCL_", "MIOPEN_", "HIPBLASLT_")
 KEPT_PREFIXES = (
-    "VLLM_", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "TRITON_", "XDG_CACHE", "PYTHON", *AMD_PREFIXES,
+    "VLLM_", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "TRITON_", "XDG_CACHE", "PYTHON",
+    "HIP_", "ROCM_", "ROCR_", "HSA_", "RCCL_", "MIOPEN_", "HIPBLASLT_",
 )  # fmt: skip
 # The first lets vLLM unpickle what it receives, the second opens calls that only its developers need
 REFUSED = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE")
@@ -29,7 +29,7 @@ def is_kept(name: str) -> bool:
     """Return whether an engine gets a variable of the launching environment."""
     if name.startswith("TORCHELASTIC_") or name in REFUSED or is_secret_name(name):
         return False
-    return name in (*KEPT_VARIABLES, *AMD_VARIABLES) or name.startswith(KEPT_PREFIXES)
+    return name in KEPT_VARIABLES or name.startswith(KEPT_PREFIXES)
 
 
 def engine_environment(extra: dict[str, str], folder: Path) -> dict[str, str]:

@@ -20,8 +20,9 @@ from ..run.watch.watchdog import Watchdog
 from ..wire.handshake import PortAddress
 from ..wire.leftovers import remove_leftovers
 from ..wire.messages import EngineSpec
+from .client import EnginePlace
 from .cores import engine_cores
-from .node_engines import EnginePlace, NodeEngines, local_places
+from .node_engines import NodeEngines, local_places
 from .node_port import pool_of
 from .process import EngineProcess, wait_until_ready
 from .remote_rows import connect_rows
@@ -224,7 +225,7 @@ class EngineFleet:
         key = f"folder/{topology.node}"
         if self._run_folder is not None:
             self._store.set(key, str(self._run_folder.path))
-        folder = Path(self.written(key, topology.node))
+        folder = Path(self._written(key, topology.node))
         check_private(folder)
         if num_engines := topology.nodes[topology.node].engines:
             sockets = [folder / f"engine{index}.sock" for index in range(num_engines)]
@@ -248,14 +249,18 @@ class EngineFleet:
         for node, shape in enumerate(self._topology.nodes):
             if not shape.engines:
                 continue
-            address = msgspec.json.decode(self.written(f"port/{node}", node), type=PortAddress)
+            address = self.port_of(node)
             for index in range(shape.engines):
                 log = self._logs.with_name(f"node{node}") / f"engine{index}.log"
-                connect = partial(connect_rows, address, index, self._topology.node, *pool, log)
+                connect = partial(connect_rows, address, index, self._topology.node, pool, log)
                 found.append(EnginePlace(node, index, connect))
         return found
 
-    def written(self, key: str, node: int) -> str:
+    def port_of(self, node: int) -> PortAddress:
+        """Wait for the address of a node's port."""
+        return msgspec.json.decode(self._written(f"port/{node}", node), type=PortAddress)
+
+    def _written(self, key: str, node: int) -> str:
         """Wait for a key that the local main process of a node writes when its engines are ready."""
         seconds = self._settings.engine_start_timeout + OTHER_RANKS_WAIT_LONGER_S
         try:

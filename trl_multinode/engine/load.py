@@ -25,8 +25,7 @@ class EngineLoad:
 
     def __init__(self, path: Path, num_engines: int):
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        if os.fstat(self._file).st_size < 8 * num_engines:
-            os.ftruncate(self._file, 8 * num_engines)
+        os.ftruncate(self._file, 8 * num_engines)
         self._tokens = np.frombuffer(mmap.mmap(self._file, 8 * num_engines), dtype=np.int64)
 
     @contextmanager

@@ -7,40 +7,22 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from ..errors import ConfigurationError, EngineDiedError, EngineError
 from ..run.reporter import report
-from ..wire.connection import Connection, connect
+from ..wire.connection import connect
 from ..wire.messages import Generate, WeightVersion
-from .client import EngineClient, Rollout
+from .client import EngineClient, EnginePlace, Rollout
 from .group import EngineGroup
 from .load import EngineLoad
 from .stream import Request, RequestStream
 
 AGENT_POLL_S = 0.5  # between two looks for an agent, by a rank without engines
 CONNECT_AGAIN_S = 5.0  # limit for a connection to an engine that was started again and is ready
-
-
-@dataclass(frozen=True)
-class EnginePlace:
-    """Place of an engine.
-
-    Args:
-        node (`int`), index (`int`):
-            Its node, and its index there.
-        connect (`Callable[[float], Connection]`):
-            Function that connects to it within a number of seconds.
-        is_of_agent (`bool`, *optional*, defaults to `False`):
-            An agent owns it, so that its loss is no loss of the run.
-    """
-
-    node: int
-    index: int
-    connect: Callable[[float], Connection]
-    is_of_agent: bool = False
 
 
 def local_places(sockets: Sequence[Path], node: int, log_folder: Path) -> list[EnginePlace]:
@@ -56,7 +38,7 @@ def local_places(sockets: Sequence[Path], node: int, log_folder: Path) -> list[E
 
 
 class NodeEngines(EngineGroup):
-    """A rank's clients for its engines, by their place in `places`, which for those of its node is their index.
+    """A rank's clients for its engines.
 
     Args:
         places (`Sequence[EnginePlace]`):
@@ -100,30 +82,27 @@ class NodeEngines(EngineGroup):
         self.find_more: Callable[[], bool] = lambda: False
         self.context = sys.maxsize
         self._renew_next: set[int] = set()  # engines for `_renew_now`
-        self.places = list(places)
         # optimizer step of every weight update that was sent, by its number
         self._sent: dict[int, int] = {}
-        self._client = partial(
-            EngineClient, rank=rank, node=node, stall_timeout_s=stall_timeout_s, sent=self._sent
+        self._connect = partial(
+            EngineClient,
+            rank=rank,
+            node=node,
+            stall_timeout_s=stall_timeout_s,
+            sent=self._sent,
+            tolerant=tolerant,
         )
         self._window = window
-        num_own = sum(place.node == node for place in places)
-        self._load = EngineLoad(load, max(1, num_own))
         self._joined: list[EnginePlace] = []  # engines for `_renew_now`
-        self.own = EngineGroup()
         self._stream: RequestStream | None = None  # the open one, or that of the running `generate`
-        super().__init__(map(self._connect, range(len(places))))
-        self.own += self[:num_own]
-
-    def _connect(self, index: int, timeout_s: float = 30.0) -> EngineClient:
-        place = self.places[index]
-        connection = place.connect(timeout_s)
-        return self._client(connection, index, tolerant=self.tolerant or place.is_of_agent)
+        super().__init__(map(self._connect, places, count()))
+        self.own = EngineGroup(client for client in self if client.is_near)
+        self._load = EngineLoad(load, max(1, len(self.own)))
 
     def indices_of(self, places: Collection[tuple[int, int]]) -> list[int]:
         """Return which of these clients are for an engine of these nodes and indices there."""
         return [
-            index for index, place in enumerate(self.places) if (place.node, place.index) in places
+            client.index for client in self if (client.place.node, client.place.index) in places
         ]
 
     # ---- engines that are started again -----------------------------------------------------------------------------
@@ -137,7 +116,8 @@ class NodeEngines(EngineGroup):
         """Connect to the engines that were started again. Only the thread that uses the connections calls it."""
         for client in [self[index] for index in indices if self[index].has_ended]:
             try:
-                self[client.index] = renewed = self._connect(client.index, CONNECT_AGAIN_S)
+                renewed = self._connect(client.place, client.index, timeout_s=CONNECT_AGAIN_S)
+                self[client.index] = renewed
                 if client in self.own:
                     self.own[client.index] = renewed
                 # an update that it was loading beside training has no answer any more
@@ -148,11 +128,9 @@ class NodeEngines(EngineGroup):
 
     def join(self, place: EnginePlace) -> None:
         """Connect to an engine that an agent offers. Only the thread that uses the connections calls it."""
-        self.places.append(place)
         try:
-            self.append(self._connect(len(self), CONNECT_AGAIN_S))
+            self.append(self._connect(place, len(self), timeout_s=CONNECT_AGAIN_S))
         except (EngineError, ConfigurationError) as error:  # it has left, or belongs to another run
-            self.places.pop()
             report(f"an engine of an agent is left out: {error}")
 
     def renew_later(self, indices: Iterable[int], joined: Iterable[EnginePlace] = ()) -> None:
@@ -216,14 +194,12 @@ class NodeEngines(EngineGroup):
             `EngineDiedError`: if an engine has ended.
             `EngineRefusedError`: if vLLM refuses a prompt or the sampling settings.
         """
-        self._renew_now()
         numbered = [
             replace(request, row=row, min_update=min_update) for row, request in enumerate(requests)
         ]
         results: list[list[Rollout]] = [[] for _ in numbered]
-        with closing(self._new_stream(max_tokens, sampling)) as stream:
-            self._stream = stream
-            try:
+        try:
+            with closing(self.open_stream(max_tokens, sampling)) as stream:
                 stream.add(numbered)
                 while stream.rows_left:
                     if stream.stopped:
@@ -231,8 +207,8 @@ class NodeEngines(EngineGroup):
                         stream.renew_with(self._renew_now)
                     for request, rows in stream.poll():
                         results[request.row] = rows
-            finally:
-                self._stream = None
+        finally:
+            self._stream = None
         return results
 
     def _recover(self) -> None:
@@ -243,7 +219,7 @@ class NodeEngines(EngineGroup):
             self.recover()
             return
         for client in self:
-            if client.lost is not None and not self.places[client.index].is_of_agent:
+            if client.lost is not None and not client.place.is_of_agent:
                 raise client.lost
         time.sleep(AGENT_POLL_S)
 
@@ -257,12 +233,9 @@ class NodeEngines(EngineGroup):
                 Keywords of vLLM's `SamplingParams`.
         """
         self._renew_now()
-        self._stream = self._new_stream(max_tokens, sampling)
-        return self._stream
-
-    def _new_stream(self, max_tokens: int, sampling: dict) -> RequestStream:
         message = Generate(prompt=b"", num_completions=1, max_tokens=max_tokens, sampling=sampling)
-        return RequestStream(self, self._load, self._window, message)
+        self._stream = RequestStream(self, self._load, self._window, message)
+        return self._stream
 
     def shutdown(self, timeout_s: float) -> None:
         """Send `Shutdown` to each engine of this node without waiting for a reply: its owner waits for the process."""

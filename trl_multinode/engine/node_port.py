@@ -36,7 +36,7 @@ def pool_of(store: "Store") -> Pool:
 def pool_of_run(run: str) -> Pool:
     """Return the same for the name of the run."""
     versions = local_versions()
-    return pool_secret(), {"run": run} | {name: versions[name] for name in MUST_AGREE}
+    return Pool(pool_secret(), {"run": run} | {name: versions[name] for name in MUST_AGREE})
 
 
 class Background:
@@ -83,6 +83,6 @@ class NodePort(Background):
     ):
         # on the interface that leads to node 0, and on no other one
         host = route_to(os.environ["MASTER_ADDR"]) or "127.0.0.1"
-        port = Port(host, topology.node, *pool_of(store), services, report)
+        port = Port(host, topology.node, pool_of(store), services, report)
         store.set(f"port/{topology.node}", msgspec.json.encode(port.address).decode())
         super().__init__(port.serve(), "node-port")

@@ -14,10 +14,9 @@ import msgspec
 
 from ..errors import EngineDiedError
 from ..wire.connection import Connection, frame, receive_body
-from ..wire.handshake import Facts, PortAddress, dial
+from ..wire.handshake import Pool, PortAddress, dial
 from ..wire.messages import RowRequest
 from ..wire.port import Service
-from ..wire.secret import Secret
 from ..wire.sockets import PIECE_BYTES
 
 SERVICE_OF = "rows {}"  # name of the service for the rows of an engine
@@ -29,8 +28,7 @@ def connect_rows(
     address: PortAddress,
     engine: int,
     node: int,
-    secret: Secret,
-    facts: Facts,
+    pool: Pool,
     log_path: Path,
     timeout_s: float = 30.0,
 ) -> Connection:
@@ -43,8 +41,8 @@ def connect_rows(
             Index of the engine on its node.
         node (`int`):
             Node of the calling rank.
-        secret (`Secret`), facts (`dict[str, str]`):
-            Secret of the pool, and facts that all its processes must agree on, by name.
+        pool (`Pool`):
+            Secret and facts of the run.
         log_path (`Path`):
             Log of the engine, for error messages.
         timeout_s (`float`, *optional*, defaults to 30.0):
@@ -56,7 +54,7 @@ def connect_rows(
     """
     name = f"engine {engine} of node {address.node}, from node {node}"
     try:
-        stream = dial(address, secret, facts, SERVICE_OF.format(engine), timeout_s)
+        stream = dial(address, pool, SERVICE_OF.format(engine), timeout_s)
     except (OSError, EOFError) as error:
         raise EngineDiedError(
             f"{name}: cannot connect to {address} ({error}). Log: {log_path}"

@@ -108,21 +108,24 @@ class EngineRestarts:
         with self._changed:
             if self._closed or process is not self._processes[index]:
                 return None
-            process.record_loss(why)
-            if self._counts[index] >= self._limit:
+            if not self._may_start_again(index, why):
                 after = f" after {self._limit} restart(s) (`engine_restarts={self._limit}`)"
                 return f"{process.name} ended{after if self._limit else ''}: {why}"
-            self._counts[index] += 1
             self._starting.add(index)
-        self._announce(index, why)
         threading.Thread(
             target=self._start, args=(index,), name=f"restart of engine {index}", daemon=True
         ).start()
         return None
 
-    def _announce(self, index: int, why: str) -> None:
-        left = self._limit - self._counts[index]
+    def _may_start_again(self, index: int, why: str) -> bool:
+        """Record that a process has ended; count and report the start of another one, if any is left."""
+        self._processes[index].record_loss(why)
+        left = self._limit - self._counts[index] - 1
+        if left < 0:
+            return False
+        self._counts[index] += 1
         self._report(f"engine {index} ended ({why}); it is started again, {left} restart(s) left")
+        return True
 
     def _start(self, index: int) -> None:
         begin = time.monotonic()
@@ -139,12 +142,10 @@ class EngineRestarts:
             except Exception as error:  # this thread has no caller that would see it
                 if self._closed:
                     return
-                if self._counts[index] >= self._limit or not isinstance(error, EngineStartError):
+                is_start_error = isinstance(error, EngineStartError)
+                if not is_start_error or not self._may_start_again(index, str(error)):
                     self._watch.report(f"{type(error).__name__}: {error}", code=ENGINE)
                     return
-                self._counts[index] += 1
-                self._processes[index].record_loss(str(error))
-                self._announce(index, str(error))
         self._report(
             f"engine {index} was started again in {time.monotonic() - begin:.1f} s and waits for its weights"
         )

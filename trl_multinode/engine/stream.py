@@ -54,14 +54,11 @@ class Peeking:
     def __init__(self) -> None:
         self.rows: list[tuple[Request, Rollout]] = []
         self.complete = threading.Event()
-        self.num_open = 0  # engines that have not answered
+        self.num_open = 1  # engines that have not answered, and the thread until it has asked all
 
     def add(self, rows: list[tuple[Request, Rollout]]) -> None:
         self.rows += rows
         self.num_open -= 1
-        self.end_if_complete()
-
-    def end_if_complete(self) -> None:
         if self.num_open == 0:
             self.complete.set()
 
@@ -274,7 +271,7 @@ class RequestStream:
                     with self._loss_accepted(lane.client):
                         lane.peeks[lane.client.post(Peek())] = peeking
                         peeking.num_open += 1
-            peeking.end_if_complete()
+            peeking.add([])  # all are asked
 
     def _engines_with_room(self) -> list[int]:
         """Return the engines of this node that have room or, if none of them has, the other ones."""

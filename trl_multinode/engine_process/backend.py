@@ -173,8 +173,4 @@ class Backend(ABC):
         return 0.0
 
     @abstractmethod
-    async def digests(self) -> list[str]:
-        """Return each worker's SHA-256 of its weights, adapters left out."""
-
-    @abstractmethod
     async def stop(self) -> None: ...

@@ -20,9 +20,8 @@ class WeightGate:
     def __init__(self) -> None:
         self.version = WeightVersion()
         self.attempted = 0  # number of the last update that ended, committed or failed
-        self.broken: str | None = None  # reason why the weights are mixed, if they are
-        # of the requests that are refused for it
-        self.error: ErrorName = "WeightSyncError"
+        # if the weights are mixed: error of the requests that are refused for it, and reason
+        self.broken: tuple[ErrorName, str] | None = None
         self._users = Counter[bool]()  # requests that use the weights now, by whether they score
         self._updating = False
         self._changed = asyncio.Condition()
@@ -40,17 +39,13 @@ class WeightGate:
                 lambda: self.attempted >= min_update and not self._updating
             )
             if self.broken:
-                raise self.refusal()
+                raise Refused(*self.broken)
             if self.version.update == 0:
                 raise Refused(
                     "WeightSyncError",
                     "the engine has dummy weights: no weight update reached it yet",
                 )
             self._users[scores] += 1
-
-    def refusal(self) -> Refused:
-        """Return the error of a request while the weights are mixed."""
-        return Refused(self.error, str(self.broken))
 
     async def attempt(self, update: int) -> None:
         """Wait until an update was attempted; the next request reports whether it failed."""
@@ -86,8 +81,10 @@ class WeightGate:
                 )
             )
             self._updating = True
-            self.broken = "the last weight update did not finish: the engine holds mixed weights"
-            self.error = "WeightSyncError"
+            self.broken = (
+                "WeightSyncError",
+                "the last weight update did not finish: the engine holds mixed weights",
+            )
 
     async def end(self, attempted: int, version: WeightVersion | None) -> None:
         async with self._changed:
@@ -150,8 +147,8 @@ class BusyClock:
 
     def _add(self, requests: int, rows: int) -> None:
         self.read()
-        self._requests = self._requests + requests
-        self._rows = self._rows + rows
+        self._requests += requests
+        self._rows += rows
         self._most_rows = max(self._most_rows, self._rows) if self._requests else 0
         self.on_change(self._requests, self._rows)
 

@@ -110,7 +110,7 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
             first = first_ended(pid, titles)
             leave(spec, f"{titles[first]} (pid {first}) {exit_cause(first)}", 1)
 
-    server = EngineServer(spec, backend, EngineStates.of(spec))
+    server = EngineServer(spec, backend)
     titles: dict[int, str] = {}
     watch_end(spec.owner_pid, ended)
     loop = asyncio.get_running_loop()

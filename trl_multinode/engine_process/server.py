@@ -19,8 +19,6 @@ from ..wire.messages import (
     Await,
     CheckSlot,
     Completions,
-    Digest,
-    Digests,
     Done,
     EngineSpec,
     ErrorName,
@@ -52,7 +50,7 @@ class EngineServer:
             Set by another thread before it ends this process with a reason of its own.
     """
 
-    def __init__(self, spec: EngineSpec, backend: Backend, states: EngineStates | None = None):
+    def __init__(self, spec: EngineSpec, backend: Backend):
         self.leaving = threading.Event()
         self._spec = spec
         self._backend = backend
@@ -63,7 +61,7 @@ class EngineServer:
         self._aborted: set[asyncio.Task] = set()  # those of a failed update in flight
         self._closing = asyncio.Event()
         self._clock = BusyClock()
-        self._states = states or EngineStates()
+        self._states = EngineStates.of(spec)
         self._clock.on_change = self._states.count
         self._kv_use = 0.0  # greatest between the last two updates
 
@@ -133,7 +131,7 @@ class EngineServer:
             tokens = self._backend.tokens_done()
             if growing and tokens != seen:
                 seen = tokens
-                writer.write(frame(Progress(tokens=tokens)))
+                writer.write(frame(Progress()))
 
     async def _answer(
         self, request: Request, writer: asyncio.StreamWriter, growing: Growing | None = None
@@ -166,8 +164,8 @@ class EngineServer:
     ) -> None:
         """End the running update as failed: requests that wait for it are refused, also if its sender is gone."""
         self._update = None
-        self._weights.broken = f"the engine holds mixed weights, because an update failed: {reason}"
-        self._weights.error = error
+        mixed = f"the engine holds mixed weights, because an update failed: {reason}"
+        self._weights.broken = error, mixed
         # completions that an update in flight has frozen; their ranks get the reason
         self._aborted |= self._generating
         for task in self._generating:
@@ -201,10 +199,6 @@ class EngineServer:
                 await self._check_slot(request)
             case UpdateWeights():
                 await self._apply(request)
-            case Digest():
-                return Digests(
-                    request_id=request.request_id, workers=tuple(await self._backend.digests())
-                )
         return Done(
             request_id=request.request_id,
             version=self._weights.version,
@@ -257,7 +251,8 @@ class EngineServer:
             if task not in self._aborted:  # the rank has left, or this process ends
                 raise
             self._aborted.discard(task)
-            raise self._weights.refusal() from None
+            assert self._weights.broken is not None
+            raise Refused(*self._weights.broken) from None
         finally:
             self._generating.discard(task)
             await self._weights.release(scores)

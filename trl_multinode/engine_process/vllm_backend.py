@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import hashlib
+import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -44,7 +45,7 @@ class VllmBackend(Backend):
     def __init__(self, spec: EngineSpec):
         self._spec = spec
         self._tokens = 0
-        self._num_requests = 0
+        self._numbers = itertools.count(1)  # of requests
         self._adapter: Any = (
             None  # vLLM's LoRARequest for the adapter that the workers hold, if any
         )
@@ -108,13 +109,10 @@ class VllmBackend(Backend):
         return self._tokens
 
     def ready(self) -> Ready:
-        import vllm
-
         config = self._llm.vllm_config
         return Ready(
             pid=os.getpid(),
             max_model_len=config.model_config.max_model_len,
-            vllm_version=vllm.__version__,
             model_runner="v2" if config.use_v2_model_runner else "v1",
             slots=config.scheduler_config.max_num_seqs,
             serves_lora=config.lora_config is not None,
@@ -182,8 +180,7 @@ class VllmBackend(Backend):
     async def _outputs(
         self, prompt: dict, params: Any, rows: Sequence[CompletionBuffer] = ()
     ) -> AsyncIterator:
-        self._num_requests += 1
-        number = self._num_requests
+        number = next(self._numbers)
         self._running[number] = rows
         try:
             async for output in self._llm.generate(
@@ -246,9 +243,6 @@ class VllmBackend(Backend):
             raise RuntimeError(
                 "vLLM kept a prefix cache of older weights, because requests hold blocks of it"
             )
-
-    async def digests(self) -> list[str]:
-        return await self._llm.collective_rpc("weights_digest")
 
     async def stop(self) -> None:
         with suppress(Exception):  # a process that does not respond is killed

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from ..engine.agents import AGENTS, POOL_KEY, Agents, Notice, Serve, start_of
+from ..engine.client import EnginePlace
 from ..engine.fleet import EngineFleet
-from ..engine.node_engines import EnginePlace
 from ..engine.node_port import NodePort, pool_of
 from ..engine.remote_rows import connect_rows, row_services
 from ..engine.settings import EngineSettings
@@ -17,7 +17,6 @@ from ..run.reconnecting import StoreConnection
 from ..run.store import STORE_TIMEOUT_S, connect_store
 from ..weights.serving import WeightService
 from ..weights.slot_updates import SlotUpdates
-from ..wire.handshake import PortAddress
 from .rank import RankContext
 
 NUMBER = "agents"  # key of how many times an agent has joined; `agent/<n>` has the n-th one
@@ -75,17 +74,14 @@ class RemoteEngines:
     def announce(self) -> None:
         """Write into the store where agents find the ports of all nodes. Rank 0 calls it."""
         rank = self._rank
-        ports = [self._address(node) for node in range(rank.topology.num_nodes)]
-        notice = Notice(pool_of(rank.store)[1]["run"], ports)
+        ports = [self._fleet.port_of(node) for node in range(rank.topology.num_nodes)]
+        notice = Notice(pool_of(rank.store).facts["run"], ports)
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # without the prefix of a trainer, which agents do not know
         connection = StoreConnection(address, rank.topology, STORE_TIMEOUT_S)
         text = msgspec.json.encode(notice).decode()
         connection.repeat(lambda store: store.set(POOL_KEY, text), has_reply=False)
         rank.report(f"agents may join at {address[0]}:{address[1]}")
-
-    def _address(self, node: int) -> PortAddress:
-        return msgspec.json.decode(self._fleet.written(f"port/{node}", node), type=PortAddress)
 
     def _joined(self, number: int, serve: Serve) -> None:
         """Note an agent whose engines serve. The thread of the port calls it."""
@@ -106,7 +102,7 @@ class RemoteEngines:
             address, pool = serve.address, pool_of(store)
             for index in range(serve.engines):
                 log = Path(f"engine{index}.log on {address.host}")
-                connect = partial(connect_rows, address, index, node, *pool, log)
+                connect = partial(connect_rows, address, index, node, pool, log)
                 found.append(EnginePlace(address.node, index, connect, is_of_agent=True))
         return found
 

@@ -327,7 +327,7 @@ class Updates:
         lost = {(client.index, client.ready.start) for client in (*self.engines.lost, *ahead)}
         found = []
         for client in self.engines:
-            place = self.engines.places[client.index]
+            place = client.place
             if (client.index, client.ready.start) in lost and not place.is_of_agent:
                 found.append(LostEngine(place.node, place.index, client.ready.start))
         return found
@@ -411,9 +411,7 @@ class Updates:
         elif self._sync.staged:
             committed = 0  # the engines load it beside training
         # the wait for the replies counts as sync
-        asked = EngineGroup(
-            client for client in self.engines if not self.engines.places[client.index].is_of_agent
-        )
+        asked = EngineGroup(client for client in self.engines if not client.place.is_of_agent)
         self.clocks.read(answers(asked.post_all(Await(min_update=committed))), len(asked))
         if version.update == 1:
             engines = (

@@ -4,13 +4,14 @@ A transport is one file of this folder: its message, the sender's [`Slots`] and 
 listed in `opening.TRANSPORTS`, under the name that `weight_transport` gives it.
 """
 
+import tempfile
 import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
@@ -55,7 +56,7 @@ class SlotSettings:
         workers (`Sequence[int]`, *optional*):
             Number of workers of each engine.
         folder (`Path`, *optional*):
-            Private folder of the run.
+            Private folder of the run. Default: the folder for temporary files.
         timeout_s (`float`, *optional*, defaults to `300.0`):
             Time limit of every broadcast of a bucket, in seconds.
         largest (`TensorSpec`, *optional*):
@@ -63,11 +64,11 @@ class SlotSettings:
     """
 
     kind: str = "host"
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = torch.device("cpu")
     pin: bool = False
     seen_as: Sequence[int] = ()
     workers: Sequence[int] = (1,)
-    folder: Path = Path()
+    folder: Path = Path(tempfile.gettempdir())
     timeout_s: float = 300.0
     largest: TensorSpec | None = None
 
@@ -104,9 +105,7 @@ class OpenedSlots:
         self._signals: FollowedSignals | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def connect(
-        self, signals: FollowedSignals | None, buckets: Sequence[Sequence[TensorSpec]]
-    ) -> None:
+    def connect(self, signals: FollowedSignals, buckets: Sequence[Sequence[TensorSpec]]) -> None:
         """Take the signals of the sender, and the layout of each bucket in its slot."""
         self._signals = signals
         self._buckets = buckets
@@ -130,7 +129,11 @@ class OpenedSlots:
             for bucket in range(first, len(self._buckets)):
                 yield self._next(bucket)
             return
-        reader = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device)
+        reader = None
+        if self._device.type == "cuda":
+            reader = torch.cuda.current_stream(self._device)
+            # one for all updates, because torch keeps the memory of a stream for that stream
+            self._stream = self._stream or torch.cuda.Stream(self._device)
         with ThreadPoolExecutor(1, thread_name_prefix="weight slots") as ahead:
             try:
                 coming = ahead.submit(self._next, first, reader)
@@ -147,7 +150,7 @@ class OpenedSlots:
         assert self._signals is not None
         self._signals.wait(bucket)
         start = time.perf_counter()
-        with nullcontext() if reader is None else torch.cuda.stream(self._own_stream()):
+        with nullcontext() if reader is None else torch.cuda.stream(self._stream):
             tensors = self.take(bucket % len(self._slots), self._buckets[bucket])
         if reader is not None:
             for _, tensor in tensors:
@@ -156,11 +159,6 @@ class OpenedSlots:
         self._signals.took(bucket)
         self.take_s += time.perf_counter() - start
         return tensors
-
-    def _own_stream(self) -> "torch.cuda.Stream":
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        return self._stream
 
     def arrive(self, data: torch.Tensor) -> None:
         """Wait until the sender's bytes are in `data`, the start of a slot; a no-op if both ends share the memory."""

@@ -46,10 +46,6 @@ class Pieces:
             part = target[piece * elements : (piece + 1) * elements]
             part.copy_(self.data[piece // ranks, piece % ranks, : part.numel()], non_blocking=True)
 
-    def full(self) -> torch.Tensor:
-        """Return the whole tensor, on the device and in the dtype of the pieces; without a copy if it is one piece."""
-        return self.data.view(self.shape) if self.data.shape[:2] == (1, 1) else self.copy()
-
     def copy(self) -> torch.Tensor:
         """Return a copy of the whole tensor, on the device and in the dtype of the pieces."""
         tensor = torch.empty(math.prod(self.shape), dtype=self.data.dtype, device=self.data.device)

@@ -8,7 +8,6 @@ no core, and the end of either process ends the other's wait.
 import secrets
 import socket
 import struct
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -73,8 +72,7 @@ class BucketSignals:
     def listen(self, folder: Path) -> Path:
         """Listen in the private folder of the run, and return the path of the socket."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        where = folder if folder != Path() else Path(tempfile.gettempdir())
-        path = where / f"signals-{secrets.token_hex(6)}.sock"
+        path = folder / f"signals-{secrets.token_hex(6)}.sock"
         self._listener.bind(str(path))
         # before `listen`, so that nobody else connects
         path.chmod(0o600)

@@ -157,9 +157,9 @@ def score_at_temperature_v1(runner: Any) -> None:
         waiting = runner.num_prompt_logprobs
         for request in list(waiting):
             runner.num_prompt_logprobs = {request: waiting[request]}
-            temperature = runner.requests[request].sampling_params.temperature or 1.0
-            runner.sampler.compute_logprobs = partial(logprobs_at, temperature)
             state, count = runner.requests[request], num_scheduled_tokens.get(request, 0)
+            temperature = state.sampling_params.temperature or 1.0
+            runner.sampler.compute_logprobs = partial(logprobs_at, temperature)
             first = state.num_computed_tokens
             for done in range(0, count, SCORED_AT_ONCE):
                 state.num_computed_tokens = first + done

@@ -1,8 +1,6 @@
 """Code in vLLM's worker processes: it copies buckets out of the staging slots and loads them."""
 
-import hashlib
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +15,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
-from vllm.model_executor.layers.linear import LinearBase
 
 from ..transports.base import SELF_TEST_S, OpenedSlots, call_with_timeout
 from ..transports.opening import open_slots
@@ -235,25 +232,3 @@ class WorkerExtension:
         """
         slots = self.weight_transfer_engine.slots  # type: ignore[attr-defined]
         return call_with_timeout(SELF_TEST_S, lambda: slots.crc(slot, num_bytes))
-
-    def weights_digest(self) -> str:
-        """Return the SHA-256 of this worker's weights, bit by bit, without adapters."""
-        digest = hashlib.sha256()
-        for name, tensor in _weights(self.weight_transfer_engine.model):  # type: ignore[attr-defined]
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        return digest.hexdigest()
-
-
-@torch.no_grad()
-def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters, buffers, and the weights that a CPU kernel has packed.
-
-    The packed weights are read back as the kernel's product with the identity, which is exact.
-    """
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-    for name, module in model.named_modules():
-        if isinstance(module, LinearBase) and hasattr(module, "cpu_linear"):
-            identity = torch.eye(module.input_size_per_partition, dtype=module.params_dtype)
-            yield f"{name} packed", module.cpu_linear(identity, module.weight, None)

@@ -13,11 +13,11 @@ import msgspec
 from ..engine.group import EngineGroup
 from ..errors import EngineDiedError, PeerFailureError, WeightSyncError
 from ..transports.host_memory import HostSlots
-from ..wire.connection import LENGTH, body_length, with_length
+from ..wire.connection import frame, read_body
 from ..wire.handshake import Pool, PortAddress, dial
 from ..wire.messages import WeightVersion
 from ..wire.port import PEER_S
-from ..wire.sockets import is_overdue, read_exactly
+from ..wire.sockets import is_overdue
 from .serving import WEIGHTS, AskBucket, AskNews, News, Part
 from .slot_updates import SlotUpdates
 from .timings import SyncTimings
@@ -48,7 +48,7 @@ class TrainingNode:
         self._address = address
         self._limit_s = limit_s
         with self._named():
-            self._stream = dial(address, *pool, WEIGHTS, limit_s)
+            self._stream = dial(address, pool, WEIGHTS, limit_s)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -63,13 +63,12 @@ class TrainingNode:
         """Return the answer to a request, for which the node may take `wait_s` longer than for others."""
         with self._named():
             self._stream.settimeout(self._limit_s)
-            self._stream.sendall(with_length(msgspec.msgpack.encode(request)))
+            self._stream.sendall(frame(request))
             return self._answer(kind, wait_s)
 
     def _answer(self, kind: type[Answer], wait_s: float = 0.0) -> Answer:
         deadline = time.monotonic() + wait_s + self._limit_s
-        length = body_length(read_exactly(self._stream, LENGTH.size, deadline))
-        return msgspec.msgpack.decode(read_exactly(self._stream, length, deadline), type=kind)
+        return msgspec.msgpack.decode(read_body(self._stream, deadline), type=kind)
 
     def receive(self, bucket: int, update: int, target: memoryview) -> bool:
         """Receive a bucket of an update; return `False` if the node has a later one, or is writing it.

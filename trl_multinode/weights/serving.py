@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from ..transports.host_memory import HostSlots
-from ..wire.connection import MAX_HELLO_BYTES, receive_body, with_length
+from ..wire.connection import MAX_HELLO_BYTES, frame, receive_body
 from ..wire.messages import TensorSpec, WeightVersion
 from ..wire.port import PEER_S, Service
 from .slot_updates import SlotUpdates
@@ -176,8 +176,7 @@ async def _until(
 
 
 async def _answer(stream: socket.socket, answer: News | Part) -> None:
-    body = with_length(msgspec.msgpack.encode(answer))
-    await asyncio.get_running_loop().sock_sendall(stream, body)
+    await asyncio.get_running_loop().sock_sendall(stream, frame(answer))
 
 
 async def _send_in_thread(stream: socket.socket, data: memoryview) -> None:

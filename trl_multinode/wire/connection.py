@@ -10,6 +10,7 @@ import struct
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,7 +22,6 @@ LENGTH = struct.Struct("<Q")
 MAX_FRAME_BYTES = 1 << 31  # a greater length is a corrupt header
 MAX_HELLO_BYTES = 1 << 12  # of the first request on a connection; it has 30
 
-_encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
 
@@ -31,9 +31,9 @@ def with_length(body: bytes) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def frame(message: Message) -> bytes:
+def frame(message: Any) -> bytes:
     """Encode a message with its length in front."""
-    return with_length(_encoder.encode(message))
+    return with_length(msgspec.msgpack.encode(message))
 
 
 def body_length(header: bytes | bytearray, limit: int = MAX_FRAME_BYTES) -> int:
@@ -74,6 +74,12 @@ async def receive_body(stream: socket.socket, limit: int = MAX_FRAME_BYTES) -> b
     )
 
 
+def read_body(stream: socket.socket, deadline: float, limit: int = MAX_FRAME_BYTES) -> bytearray:
+    """Read the next frame, as [`read_exactly`] reads, and return it without its length."""
+    length = body_length(read_exactly(stream, LENGTH.size, deadline), limit)
+    return read_exactly(stream, length, deadline)
+
+
 def reason_of_end(failure_path: Path) -> str | None:
     """Return the reason that an ended engine wrote, if any; wait up to 0.5 s, because it writes while it exits."""
     for _ in range(20):
@@ -106,11 +112,6 @@ class Connection:
         self._failure_path = failure_path
         self._socket = stream
 
-    @property
-    def is_local(self) -> bool:
-        """Return whether the engine's process is one of this node, where its pid names it."""
-        return self._failure_path is not None
-
     def fileno(self) -> int:
         return self._socket.fileno()
 
@@ -128,20 +129,9 @@ class Connection:
 
     def receive(self, timeout_s: float) -> Reply:
         """Return the next reply; raise `EngineStalledError` if it does not arrive in time."""
-        deadline = time.monotonic() + timeout_s
-        length = body_length(self._read(LENGTH.size, deadline, timeout_s))
-        body = self._read(length, deadline, timeout_s)
         try:
-            return _reply_decoder.decode(body)
-        except msgspec.MsgspecError as error:
-            raise EngineDiedError(
-                f"{self.name} sent a corrupt message ({error}). Log: {self.log_path}"
-            ) from error
-
-    def _read(self, num_bytes: int, deadline: float, timeout_s: float) -> bytearray:
-        """Read exactly `num_bytes`: a selector would not report bytes of the next reply that are buffered here."""
-        try:
-            return read_exactly(self._socket, num_bytes, deadline)
+            # no byte more: a selector would not report those of the next reply that are buffered here
+            body = read_body(self._socket, time.monotonic() + timeout_s)
         except OSError as error:
             if is_overdue(error):
                 raise EngineStalledError(
@@ -150,6 +140,12 @@ class Connection:
             raise self.ended(f"broke the connection ({error})") from error
         except EOFError:
             raise self.ended("ended") from None
+        try:
+            return _reply_decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise EngineDiedError(
+                f"{self.name} sent a corrupt message ({error}). Log: {self.log_path}"
+            ) from error
 
     def ended(self, symptom: str) -> EngineDiedError:
         """Return the error for an engine that has ended, with the reason that it wrote, if any."""

@@ -16,11 +16,12 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from ..errors import ConfigurationError
-from .connection import LENGTH, MAX_HELLO_BYTES, body_length, receive_body, with_length
+from .connection import MAX_HELLO_BYTES, read_body, receive_body, with_length
 from .secret import SECRET_FILE, Secret
 from .sockets import notice_cuts, read_exactly
 
@@ -31,12 +32,15 @@ SERVICE = "service"
 LINK_S = 30.0  # silence after which a rank gives a link up; as `heartbeat_timeout`
 
 Facts = dict[str, str]
-Pool = tuple[
-    Secret, Facts
-]  # what all processes of a run have: the secret, and facts that must agree
-Verdict = tuple[
-    str, str
-]  # name of a fact that differs, and the port's text; two empty ones: accepted
+# name of a fact that differs, and the port's text; two empty ones: accepted
+Verdict = tuple[str, str]
+
+
+class Pool(NamedTuple):
+    """What all processes of a run have: the secret, and facts that must agree."""
+
+    secret: Secret
+    facts: Facts
 
 
 @dataclass(frozen=True)
@@ -84,16 +88,14 @@ async def check_peer(
     return facts[SERVICE]
 
 
-def dial(
-    address: PortAddress, secret: Secret, facts: Facts, service: str, timeout_s: float
-) -> socket.socket:
+def dial(address: PortAddress, pool: Pool, service: str, timeout_s: float) -> socket.socket:
     """Return a connection to a service of a port, after both sides have proved the secret.
 
     Args:
         address (`PortAddress`):
             Port, as its node has published it.
-        secret (`Secret`), facts (`dict[str, str]`):
-            Secret of the pool, and facts that all its processes must agree on, by name.
+        pool ([`Pool`]):
+            Secret and facts of the run.
         service (`str`):
             Name of the service.
         timeout_s (`float`):
@@ -103,10 +105,10 @@ def dial(
         `ConfigurationError`: if the secrets or a fact differ, or if the port lacks the service.
         `EngineDiedError`, `EOFError`, `OSError`: if nothing answers in time, or if another program does.
     """
-    facts = {**facts, "node": str(address.node), SERVICE: service}
+    facts = {**pool.facts, "node": str(address.node), SERVICE: service}
     stream = socket.create_connection((address.host, address.port), timeout_s)
     try:
-        _prove(stream, address, secret, facts, time.monotonic() + timeout_s)
+        _prove(stream, address, pool.secret, facts, time.monotonic() + timeout_s)
         notice_cuts(stream, LINK_S)
     except BaseException:
         stream.close()
@@ -123,8 +125,7 @@ def _prove(
     nonce, told = os.urandom(BYTES), msgspec.msgpack.encode(facts)
     proof = secret.proof(FROM_PEER, greeting[len(GREETING) :] + nonce + told)
     stream.sendall(with_length(nonce + proof + told))
-    length = body_length(read_exactly(stream, LENGTH.size, deadline), MAX_HELLO_BYTES)
-    answer = bytes(read_exactly(stream, length, deadline))
+    answer = bytes(read_body(stream, deadline, MAX_HELLO_BYTES))
     theirs, verdict = answer[:BYTES], answer[BYTES:]
     setting, expected = SECRET_FILE, "the same on all nodes"
     if secret.proves(theirs, FROM_PORT, proof + verdict):

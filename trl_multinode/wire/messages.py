@@ -168,8 +168,6 @@ class EngineSpec(msgspec.Struct, frozen=True):
 class Hello(Message, frozen=True):
     """First message of a connection, answered by `Ready`."""
 
-    rank: int
-
 
 class Generate(Message, frozen=True):
     """Request to complete a prompt `num_completions` times; answered by `Completions`, with `Progress` before it."""
@@ -238,10 +236,6 @@ class CheckSlot(Message, frozen=True):
     crc: int  # zlib.crc32 of the bytes
 
 
-class Digest(Message, frozen=True):
-    """Request for checksums of the engine's weights, bit by bit and without adapters; answered by `Digests`."""
-
-
 class Shutdown(Message, frozen=True):
     """Request to shut down cleanly; the engine replies with `Done` and exits."""
 
@@ -254,7 +248,6 @@ class Ready(Message, frozen=True):
 
     pid: int
     max_model_len: int  # tokens, prompt and completion together
-    vllm_version: str
     # vLLM's "v1" or "v2", which compute samples and prompt log-probs by different code
     model_runner: str = ""
     serves_lora: bool = False  # the engine accepts adapters separately from the weights
@@ -266,8 +259,6 @@ class Ready(Message, frozen=True):
 
 class Progress(Message, frozen=True):
     """Progress report, sent at most once a second and only if the engine has made tokens since the last one."""
-
-    tokens: int  # tokens that this engine has made since its start
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -307,12 +298,6 @@ class Done(Message, frozen=True):
     kv_use: float = 0.0
 
 
-class Digests(Message, frozen=True):
-    """Checksums of the engine's weights; the answer to `Digest`."""
-
-    workers: tuple[str, ...]  # SHA-256 of each worker's weights, adapters left out
-
-
 class Failure(Message, frozen=True):
     """Failure of a request. The engine may still run; only its process shows whether it does."""
 
@@ -321,8 +306,8 @@ class Failure(Message, frozen=True):
 
 
 RowRequest = Hello | Await | Peek | Generate | Score  # what a rank of another node may send
-Request = RowRequest | OpenSlots | CheckSlot | UpdateWeights | Digest | Shutdown
-Reply = Ready | Progress | Completions | Done | Digests | Failure
+Request = RowRequest | OpenSlots | CheckSlot | UpdateWeights | Shutdown
+Reply = Ready | Progress | Completions | Done | Failure
 
 
 def pack_ids(ids: Sequence[int] | np.ndarray) -> bytes:

@@ -4,8 +4,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 
-from .handshake import SERVICE, Facts, PortAddress, Verdict, check_peer
-from .secret import Secret
+from .handshake import SERVICE, Facts, Pool, PortAddress, Verdict, check_peer
 from .sockets import notice_cuts
 
 PROOF_S = 5.0  # for the handshake of a connection
@@ -24,7 +23,7 @@ class Port:
     """Listener of a node, which passes connections on to services once their peers have proved the secret.
 
     ```python
-    port = Port("10.0.0.4", 3, pool_secret(), facts, row_services(sockets), report)
+    port = Port("10.0.0.4", 3, pool_of(store), row_services(sockets), report)
     publish(port.address)
     await port.serve()      # until its task is cancelled
     ```
@@ -34,8 +33,8 @@ class Port:
             Address of this host on which to listen, and the only one; `run/addresses.py: route_to` returns it.
         node (`int`):
             Number of this node.
-        secret (`Secret`), facts (`dict[str, str]`):
-            Secret of the pool, and facts that all its processes must agree on, by name.
+        pool (`Pool`):
+            Secret and facts of the run.
         services (`Mapping[str, Service]`):
             Coroutine functions by name. They get a connected socket that does not block, which the port closes.
         report (`Callable[[str], None]`):
@@ -47,8 +46,7 @@ class Port:
         self,
         host: str,
         node: int,
-        secret: Secret,
-        facts: Facts,
+        pool: Pool,
         services: Mapping[str, Service],
         report: Callable[[str], None],
     ):
@@ -56,8 +54,8 @@ class Port:
         self._listener = socket.create_server((host, 0), family=family)
         self._listener.setblocking(False)
         self.address = PortAddress(node, host, self._listener.getsockname()[1])
-        self._secret = secret
-        self._facts = {**facts, "node": str(node)}
+        self._secret = pool.secret
+        self._facts = {**pool.facts, "node": str(node)}
         self._services = services
         self._report = report
         self._room = asyncio.Semaphore(MAX_UNPROVEN)

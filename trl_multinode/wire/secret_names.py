@@ -23,12 +23,12 @@ WORDS = {
 # Words that make a secret at the end of a name only: `num_key_value_heads`, `eos_token_id` and `PASS_AT_K` have none
 LAST_WORDS = {"key", "pass", "pat", "pwd", "token"}
 LAST = re.compile(r"(?<!by)pass$|apikey$|token$")  # of one word: `SSHPASS`, `HFTOKEN`
-# Tokens of a tokenizer, not of an account, and the working folder of a shell
-SPECIAL_TOKENS = (
+# Ends of names of a tokenizer's tokens, which are not of an account
+SPECIAL_TOKENS = tuple(f"_{kind}_token" for kind in (
     "bos", "eos", "pad", "unk", "sep", "cls", "mask", "image", "video", "audio", "boi", "eoi", "special",
     "start", "stop",
-)  # fmt: skip
-NO_SECRETS = {"pwd", *(f"{kind}_token" for kind in SPECIAL_TOKENS)}
+))  # fmt: skip
+WORKING_FOLDER = "pwd"  # of a shell
 # Tokens by their form: Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, Google, a signed token, a private key
 FORMS = re.compile(
     r"\b(?:hf_|api_org_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abprs]-)[A-Za-z0-9_-]{8,}|\bA[KS]IA[A-Z0-9]{12,}"
@@ -42,11 +42,7 @@ def is_secret_name(name: str) -> bool:
     snake = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name)
     words = re.findall(r"[a-z0-9]+", snake.lower())
     whole = "_".join(words)
-    if (
-        not words
-        or whole in NO_SECRETS
-        or whole.endswith(tuple(f"_{kind}_token" for kind in SPECIAL_TOKENS))
-    ):
+    if whole in ("", WORKING_FOLDER) or f"_{whole}".endswith(SPECIAL_TOKENS):
         return False
     if ANYWHERE.search(whole) or WORDS.intersection(words):
         return True

@@ -35,13 +35,9 @@ def become_subreaper() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def descendants(pid: int | None = None) -> list[psutil.Process]:
-    """Return the live processes below `pid` (default: this process), without zombies."""
-    try:
-        children = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    return [child for child in children if is_running(child.pid)]
+def descendants() -> list[psutil.Process]:
+    """Return the live processes below this one, without zombies."""
+    return [child for child in psutil.Process().children(recursive=True) if is_running(child.pid)]
 
 
 def title_of(process: psutil.Process) -> str:
@@ -125,13 +121,11 @@ def record_shared_memory(record: Path) -> None:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
             continue
-        segments |= {
-            line.split(maxsplit=5)[-1] for line in maps.splitlines() if LEFT_BEHIND.search(line)
-        }
+        for line in maps.splitlines():
+            if LEFT_BEHIND.search(line) and not line.endswith("(deleted)"):
+                segments.add(line.split(maxsplit=5)[-1])
     new = record.with_suffix(".new")  # a reader must not see half of it
-    new.write_text(
-        "\n".join(sorted(segment for segment in segments if not segment.endswith("(deleted)")))
-    )
+    new.write_text("\n".join(sorted(segments)))
     new.rename(record)
 
 

@@ -181,7 +181,7 @@ def run_ours(scenario: Scenario, folder: Path, generation) -> tuple[dict, list, 
     calls, engine = [], "none"
     if trainer.host is not None:
         calls = record(trainer.vllm_generation)
-        engine = trainer.vllm_generation.engines[0].ready.vllm_version
+        engine = trainer.vllm_generation.engines[0].ready.model_runner
     try:
         found = run(trainer, scenario)
     finally:
