@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...wire.secret_names import has_secret_form, is_secret_name
-from ..text import PACKAGE, fill, numbers, write_new
+from ..text import PACKAGE, fill, numbers, positive, write_new
 from .job import Job, JobError, check_script, read_job
 
 PROG = "trl-multinode render"
@@ -221,7 +221,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
             "default": [],
             "type": _pattern("[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?", "the name of a Secret"),
             "metavar": "NAME",
-            "help": "Secret of the cluster whose keys are variables of every pod, as for HF_TOKEN",
+            "help": "Secret of the cluster whose keys are variables of every pod that trains, as for HF_TOKEN",
         },
         "--node_selector": {
             "action": "append",
@@ -236,6 +236,11 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
             "type": _toleration,
             "metavar": "KEY[=VALUE][:EFFECT]",
             "help": "taint of nodes that the pods tolerate, as in nvidia.com/gpu:NoSchedule",
+        },
+        "--engine_nodes": {
+            "type": positive,
+            "metavar": "N",
+            "help": "further pods that only generate, for a run with `remote_engines` (docs/operate/beyond.md)",
         },
         "--restarts": {
             "type": int, "default": 0, "help": "restarts after a failure that is no pre-emption (default: 0)"
@@ -297,6 +302,11 @@ def check_options(job: Job, options: argparse.Namespace) -> None:
     if options.kind == "skypilot" and job.gpus and not options.gpu:
         raise JobError(
             "SkyPilot chooses machines by their GPU (got no --gpu, expected for example --gpu H100)"
+        )
+    if options.kind == "k8s" and options.engine_nodes and job.nodes == 1:
+        raise JobError(
+            "pods of --engine_nodes pull the weights from ports that a launch of one node opens for itself only (got "
+            "`num_machines` 1, expected 2 or more)"
         )
     if options.kind == "ssh" and options.hosts:
         given = options.hosts.count(",") + 1

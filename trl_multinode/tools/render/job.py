@@ -35,6 +35,7 @@ class Job(Layout):
     timeout_s: int  # of the roll-call
     # training processes of each node, if `--ranks` gives them; `ranks` then is the largest number
     table: tuple[int, ...] = ()
+    port: int = DEFAULT_PORT
 
     @property
     def launcher_s(self) -> int:
@@ -122,7 +123,7 @@ def read_job(
             f"{path}: a node has {gpus} GPUs (got {ranks} ranks, `num_processes` {total}, the total, expected at most "
             f"{gpus}); correct it, or pass --gpus_per_node"
         )
-    _count(file, path, "main_process_port", DEFAULT_PORT)
+    port = _count(file, path, "main_process_port", DEFAULT_PORT)
     grace = _grace_of(_words(script))
     return Job(
         nodes,
@@ -133,6 +134,7 @@ def read_job(
         grace if grace_s is None else grace_s,
         timeout_s,
         table,
+        port,
     )
 
 
