@@ -4,20 +4,18 @@ The command line may mix arguments of the script and flags of `accelerate launch
 mistyped one is an error before any process starts.
 """
 
-import argparse
 import tempfile
 import textwrap
 from collections import defaultdict
 from contextlib import ExitStack
-from copy import copy
-from dataclasses import fields, make_dataclass
-from operator import attrgetter
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 
 from ..settings import DESCRIBED
+from .text import FileError, Parser, read_keys
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 MODULE = "trl_multinode.examples.grpo"
@@ -117,30 +115,31 @@ def print_help() -> None:
 
 def print_all_help() -> None:
     """Print every argument of the script, in a group for each library whose class has it first."""
-    from transformers import HfArgumentParser
-
     from ..examples.grpo import make_parser
 
+    parser = make_parser(PROG)
+    origins = {
+        field.name: _origin(kind, field.name)
+        for kind in parser.dataclass_types
+        for field in fields(kind)
+    }
     groups: dict[str, list[Any]] = defaultdict(list)
-    for kind in make_parser().dataclass_types:
-        hints = get_type_hints(kind)
-        for field in filter(attrgetter("init"), fields(kind)):
-            bases = [base for base in kind.__mro__ if field.name in vars(base).get(FIELDS, ())]
-            groups[_origin(bases[-1])].append((field.name, hints[field.name], copy(field)))
-    kinds = [
-        # transformers reads the title of a group there
-        make_dataclass(
-            "Arguments", members, kw_only=True, namespace={"_argument_group_name": title}
-        )
-        for title, members in groups.items()
-    ]
-    print(HfArgumentParser(kinds, prog=PROG, description=MORE, usage=USAGE).format_help())
+    for action in parser._actions:
+        groups[origins.get(action.dest, "options")].append(action)
+    text = parser.formatter_class(PROG)
+    text.add_usage(USAGE, [], [])
+    text.add_text(MORE)
+    for title, actions in groups.items():
+        text.start_section(title)
+        text.add_arguments(actions)
+        text.end_section()
+    print(text.format_help())
 
 
-def _origin(kind: type) -> str:
-    if kind.__name__ in ORIGINS:
-        return ORIGINS[kind.__name__]
-    return ORIGINS[kind.__module__.partition(".")[0]]
+def _origin(kind: type, name: str) -> str:
+    """Return the group of an argument: that of the class, or of the library, which has it first."""
+    first = [base for base in kind.__mro__ if name in vars(base).get(FIELDS, ())][-1]
+    return ORIGINS.get(first.__name__) or ORIGINS[first.__module__.partition(".")[0]]
 
 
 def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], list[str]]:
@@ -169,7 +168,10 @@ def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], 
         *(f"--{name}" for name in vars(launcher.parse_args(["script"]))),
     }
     path, arguments = _taken(argv, "--config")
-    config = {} if path is None else _read_config(path, parser)
+    try:
+        config = {} if path is None else read_keys(path, "correct --config")
+    except FileError as error:
+        parser.error(str(error))
     in_config = parser.set_defaults_with_config(
         **{key: value for key, value in config.items() if key != "env"}
     )
@@ -183,18 +185,6 @@ def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], 
             _write({key: value for key, value in config.items() if key not in theirs}, stack),
         ]
     return script, resolved([*in_config, *in_arguments], parser)
-
-
-def _read_config(path: str, parser: Any) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(Path(path).read_text()) or {}
-    except OSError as error:
-        parser.error(f"cannot read --config {path} ({error.strerror})")
-    except yaml.YAMLError as error:
-        parser.error(f"--config {path} is no valid YAML: {' '.join(str(error).split())}")
-    if not isinstance(found, dict):
-        parser.error(f"--config {path} holds no keys, got YAML's {found!r}")
-    return found
 
 
 def check_script_arguments(parser: Any, namespace: Any) -> None:
@@ -233,7 +223,7 @@ def resolved(flags: list[str], parser: Any) -> list[str]:
 
 def _taken(words: list[str], flag: str) -> tuple[str | None, list[str]]:
     """Return the value of a flag, and the words without it."""
-    parser = argparse.ArgumentParser(PROG, add_help=False, allow_abbrev=False)
+    parser = Parser(PROG, add_help=False)
     parser.add_argument(flag, dest="value")
     found, others = parser.parse_known_args(words)
     return found.value, others
