@@ -108,7 +108,7 @@ def rank_process(
     os.write(up, b"u")
     with activity.inside(), phases("train"):
         gates[0].wait()
-        Beats(topology, watch, LIMITS, activity)
+        Beats(watch, LIMITS, activity)
         activity.synced = True
         gates[1].wait()
         if rank == failing:

@@ -20,6 +20,7 @@ from trl_multinode.run.heartbeats.beats import Beats
 from trl_multinode.run.heartbeats.judges import Limits
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.phases import Phases
+from trl_multinode.run.reconnecting import StoreConnection
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.watch.watchdog import Watchdog
 
@@ -51,8 +52,8 @@ def enter(
     meeting = Meeting(topology, store)
     activity = RankActivity(phases, meeting, lambda: 3, lambda phase: "")
     activity.synced = synced
-    Beats(topology, watch, limits, activity)
-    watch.of_process.store_limit_s = store_s
+    Beats(watch, limits, activity)
+    StoreConnection.limit_s = store_s
     print(f"up, run {watch.run}", flush=True)
     return Rank(watch, phases, meeting, activity)
 

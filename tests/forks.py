@@ -104,6 +104,5 @@ def on_gloo_ranks(
 
 
 def even_nodes(per_node: int) -> list[int]:
-    """The ranks of each node of a world whose nodes are alike; of one node of one rank without a world."""
-    world = dist.get_world_size() if dist.is_initialized() else per_node
-    return [per_node] * (world // per_node)
+    """The ranks of each node of a world whose nodes are alike; one node of one rank without a world."""
+    return [per_node] * (dist.get_world_size() // per_node) if dist.is_initialized() else [1]

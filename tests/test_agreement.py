@@ -41,7 +41,7 @@ class Host:
         self.rank = SimpleNamespace(check_engines=lambda: None)
 
     def compare(self, facts: Facts) -> list[Disagreement]:
-        return disagreements(self._meeting, self.topology, facts)
+        return disagreements(self._meeting, facts)
 
 
 def compared(
@@ -78,7 +78,7 @@ def test_nodes_that_differ_are_no_disagreement_and_each_rank_learns_all_of_them(
 
     with forked(body, RANKS, tmp_path) as ranks:
         found = [rank.result for rank in ranks]
-    assert found == [["3 1 1", "1 0 0", "rank 3 (node 1)", "rank 2 (node 0)"]] * 4
+    assert found == [[*map(str, shapes), "rank 3 (node 1)", "rank 2 (node 0)"]] * 4
 
 
 def config(kind: type = GRPOConfig, **values: Any) -> Any:
@@ -368,4 +368,4 @@ def test_texts_are_equal_exactly_if_the_values_are():
 
 def test_a_single_process_compares_nothing():
     topology = Topology(0, 1, 0, 1, 0, 1, launched=False)
-    assert disagreements(Meeting(topology, HashStore()), topology, Facts(topology)) == []
+    assert disagreements(Meeting(topology, HashStore()), Facts(topology)) == []

@@ -16,7 +16,7 @@ from trl.rewards import accuracy_reward, get_cosine_scaled_reward
 
 from multinode_kit.models import save_tiny, tiny_qwen2
 from trl_multinode import GRPOConfig, call_checks
-from trl_multinode.call_checks import check_model, check_own_folders, uneven_evaluations
+from trl_multinode.call_checks import check_own_folders, config_of, uneven_evaluations
 from trl_multinode.errors import ConfigurationError
 
 FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True)
@@ -32,6 +32,10 @@ def args(stage: int | None = None, **fields) -> SimpleNamespace:
         "vllm_tensor_parallel_size": 1,
     }
     return SimpleNamespace(**defaults | fields)
+
+
+def check_model(model, given: SimpleNamespace, call: dict) -> None:
+    call_checks.check_model(config_of(model, given), given, {"model": model, **call})
 
 
 def quantized_in_its_config():

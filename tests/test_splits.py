@@ -6,8 +6,8 @@ from trl_multinode.run.splits import StepTimes, split_advice
 
 # A step of 7+1 with a long tail: 10 s with all rows, 30 s with fewer than a tenth of them, 10 s x 7 of training
 LONG_TAIL = StepTimes(40.0, 10.0, tail_s=30.0)
-AHEAD = {"ahead": True}
-IN_FLIGHT = {"ahead": True, "in_flight": True}
+AHEAD = {"max_staleness": 1}
+IN_FLIGHT = {"max_staleness": 2}
 COLOCATED = "colocation on all 8 would take about "
 BEST = "the best or within 5 %"
 # Seconds of a step, training and reserved GPUs, options, what the advice says in this order, what it does not say

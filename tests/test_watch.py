@@ -102,9 +102,8 @@ def test_a_neighbour_that_registers_between_two_requests_is_watched_all_the_same
             return found
 
     early_ranks = arrivals.Arrivals(topology, lambda rank, pid: seen.append((rank, pid)))
-    store = SimpleNamespace(lend=lambda use: use(Late()))
     for _ in range(2):
-        early_ranks.look(store, has_trainer=False, limit_s=HANG_S)
+        early_ranks.look(Late(), has_trainer=False)
     assert seen == [(1, 17)]
 
 

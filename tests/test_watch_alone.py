@@ -67,7 +67,7 @@ def test_a_rank_leaves_when_the_store_knows_it(store, monkeypatch):
 def test_a_neighbour_that_ends_while_the_trainer_is_closed_is_no_failure():
     """The main thread closes the last trainer between two looks of the watch thread."""
     watch = watch_module.WatchThread(ALONE)
-    watch.trainers = [SimpleNamespace(store=SimpleNamespace(all_finished=lambda: True))]
+    watch.trainers = [SimpleNamespace(store=SimpleNamespace(all_have=lambda counter: True))]
     watch.store = SimpleNamespace(have_left=lambda ranks: True, fatal=watch.trainers.clear)
     assert not watch._neighbour_ended("the process of rank 1 ended", 1)
     assert not watch._failures
@@ -109,7 +109,7 @@ def test_a_wait_goes_on_when_the_watch_thread_gives_the_store_up(monkeypatch):
     monkeypatch.setattr(run_store, "LINGER_S", 0.0)
     of_the_run = run_store.RunStore(LAUNCHED_2, Store())
     of_the_run.wait_for_all(threading.Event(), look=lambda: None)
-    assert not of_the_run.all_finished()
+    assert not of_the_run.all_have("done")
 
 
 def hang_in_a_reward(host: SimpleNamespace) -> None:
@@ -124,7 +124,7 @@ def hang_in_a_tool(host: SimpleNamespace) -> None:
 def hang_in_a_step(host: SimpleNamespace) -> None:
     beats_module.BEAT_S = beats_module.WRITE_EVERY_S = judges_module.READ_STATES_EVERY_S = 0.2
     limits = Limits(heartbeat_s=HANG_S, stuck_s=1.0, start_s=HANG_S)
-    Beats(host.topology, host.watch, limits, lambda: Activity("train", 0.0, 4, synced=True))
+    Beats(host.watch, limits, lambda: Activity("train", 0.0, 4, synced=True))
     time.sleep(HANG_S)
 
 

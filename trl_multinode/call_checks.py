@@ -20,6 +20,8 @@ from .rollouts.scoring_pool import without_partial
 from .run.reporter import warn
 from .saving.hub import check_push
 
+# All arguments of a trainer, by name
+Call = dict[str, Any]
 # Arguments with which TRL calls a reward function, beside the columns of the dataset that it passes on
 OF_EVERY_REWARD = {
     "prompts",
@@ -41,7 +43,7 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 SENT_ADAPTERS = {"LORA"}
 
 
-def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None:
+def check_call(host: Any, args: TrainingArguments, call: Call) -> None:
     """
     Check that node mode supports a trainer's arguments.
 
@@ -50,7 +52,7 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
             Host of this rank.
         args ([`~transformers.TrainingArguments`]):
             Training arguments of the trainer.
-        call (`dict[str, Any]`):
+        call (`Call`):
             All arguments of the trainer, by name. If `model` is a name, only its config is loaded.
 
     Raises:
@@ -67,8 +69,8 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
     check_fsdp_version()
     check_own_folders(args, call, host.topology.num_nodes)
     check_push(args, call)
-    check_model(call["model"], args, call)
     config = config_of(call["model"], args)
+    check_model(config, args, call)
     if call.get("tools") or call.get("environment_factory"):
         check_context(args, getattr(config.get_text_config(), "max_position_embeddings", 0))
     if host.topology.rank == 0:
@@ -133,7 +135,7 @@ def check_fsdp_version() -> None:
         )  # fmt: skip
 
 
-def check_own_folders(args: TrainingArguments, call: dict[str, Any], num_nodes: int) -> None:
+def check_own_folders(args: TrainingArguments, call: Call, num_nodes: int) -> None:
     """Reject `save_on_each_node` where transformers writes the weights on rank 0 only: no run could resume.
 
     Under ZeRO every rank writes its own part, and PEFT saves an adapter on every process that calls it. Under FSDP2
@@ -147,8 +149,7 @@ def check_own_folders(args: TrainingArguments, call: dict[str, Any], num_nodes: 
     ):
         return
     fsdp = uses_fsdp()
-    has_adapter = call.get("peft_config") is not None or hasattr(call["model"], "peft_config")
-    if fsdp or (hasattr(PreTrainedModel, "should_save_on_this_rank") and not has_adapter):
+    if fsdp or (hasattr(PreTrainedModel, "should_save_on_this_rank") and not adapters_of(call)):
         raise ConfigurationError(
             f"With `save_on_each_node=True` under {'FSDP2' if fsdp else 'DDP'} the checkpoints of the other "
             f"nodes have no weights, because transformers {transformers.__version__} writes them on rank 0 "
@@ -201,59 +202,51 @@ def check_in_flight(args: TrainingArguments, dataset: Any) -> None:
     settings = NodeSettings.of(args)
     if dataset is None or not (settings.in_flight or settings.dynamic_sampling):
         return
-    if settings.in_flight and not has_index(dataset):
-        raise ConfigurationError(
-            "`max_staleness` of 2 or more needs a dataset with an index, got a stream "
-            f"({type(dataset).__name__}): a resumed run must find the rows of its open groups again.",
-            setting="max_staleness",
-            got=type(dataset).__name__,
-            cure="Use a `Dataset`, or `max_staleness=1`.",
+    setting, reason = "dynamic_sampling", "it draws other rows of it"
+    if settings.in_flight:
+        setting, reason = (
+            "max_staleness",
+            "a resumed run must find the rows of its open groups again",
         )
-    if has_index(dataset) and shards_weights(args) and len(set(image_flags(dataset))) > 1:
-        setting = "max_staleness" if settings.in_flight else "dynamic_sampling"
+    value = getattr(settings, setting)
+    if not has_index(dataset):
         raise ConfigurationError(
-            f"Only some rows of the dataset have images. With `{setting}={getattr(settings, setting)}`, which rank "
-            "trains such a row is not known before, and with sharded weights every rank must run the vision tower.",
+            f"`{setting}={value}` needs a dataset with an index, got a stream ({type(dataset).__name__}): {reason}.",
             setting=setting,
-            got=getattr(settings, setting),
+            got=type(dataset).__name__,
+            cure="Use a `Dataset`, or `max_staleness=1` without `dynamic_sampling`.",
+        )
+    if shards_weights(args) and len(set(image_flags(dataset))) > 1:
+        raise ConfigurationError(
+            f"Only some rows of the dataset have images. With `{setting}={value}`, it is not known before which rank "
+            "trains such a row, and with sharded weights every rank must run the vision tower.",
+            setting=setting,
+            got=value,
             cure="Use `max_staleness=1` without `dynamic_sampling`, ZeRO-2 or DDP, or give every row an image, such "
             "as a blank one.",
         )
 
 
-def check_dynamic_sampling(args: TrainingArguments, call: dict[str, Any]) -> None:
-    """Raise `ConfigurationError` if `dynamic_sampling` cannot work with the training dataset or the rewards."""
-    if not NodeSettings.of(args).dynamic_sampling:
-        return
-    dataset = call.get("train_dataset")
-    if dataset is not None and not has_index(dataset):
+def check_dynamic_sampling(args: TrainingArguments, call: Call) -> None:
+    """Raise `ConfigurationError` if `dynamic_sampling` cannot work with one of the rewards."""
+    rewards = rewards_of(call) if NodeSettings.of(args).dynamic_sampling else []
+    for reward in rewards:
+        name = name_of(reward)
+        # TRL runs a module, or a name from which it loads one, on all ranks
+        if isinstance(reward, str | Module):
+            reason = f"the forward of a reward model ({name}) is a collective of all ranks"
+            cure = "Use reward functions, for example one that asks a server with that model"
+        elif name_in_trl(reward) == COSINE:
+            reason = f"TRL's `{COSINE}` can only be called in the main thread, with the whole batch: its time limit "
+            reason += "is a signal"
+            cure = "Use a function of your own around `math_verify`"
+        else:
+            continue
         raise ConfigurationError(
-            f"`dynamic_sampling` needs a dataset with an index, got a stream ({type(dataset).__name__}): it "
-            "draws other rows of it.",
+            f"`dynamic_sampling` needs all rewards of a group before its round is chosen, and {reason}.",
             setting="dynamic_sampling",
-            got=type(dataset).__name__,
-            cure="Use a `Dataset`.",
-        )
-    rewards = rewards_of(call)
-    if COSINE in map(name_in_trl, rewards):
-        raise ConfigurationError(
-            "`dynamic_sampling` needs all rewards of a group before its round is chosen, and TRL's "
-            f"`{COSINE}` can only be called in the main thread, with the whole batch: its time limit is a "
-            "signal.",
-            setting="dynamic_sampling",
-            got=COSINE,
-            cure="Use a function of your own around `math_verify`, or leave `dynamic_sampling` out.",
-        )
-    # TRL runs a module, or a name from which it loads one, on all ranks
-    models = [name_of(one) for one in rewards if isinstance(one, str | Module)]
-    if models:
-        raise ConfigurationError(
-            "`dynamic_sampling` needs all rewards of a group before its round is chosen, and the forward of "
-            f"a reward model ({models[0]}) is a collective of all ranks.",
-            setting="dynamic_sampling",
-            got=models[0],
-            cure="Use reward functions, for example one that asks a server with that model, or leave "
-            "`dynamic_sampling` out.",
+            got=name,
+            cure=f"{cure}, or leave `dynamic_sampling` out.",
         )
 
 
@@ -262,7 +255,15 @@ def check_dataset(dataset: Any, args: TrainingArguments) -> None:
     if dataset is None or not hasattr(dataset, "__len__"):
         return
     per_prompt = getattr(args, "num_generations", 1)
-    rows, how, lower = rows_per_round(args)
+    # TRL's other trainers take one batch for each optimizer step
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    how, lower = "rows of an optimizer step", "gradient_accumulation_steps"
+    if hasattr(args, "steps_per_generation"):
+        rows, how, lower = (
+            args.generation_batch_size,
+            "generation_batch_size",
+            "steps_per_generation",
+        )
     if len(dataset) < rows // per_prompt:
         raise ConfigurationError(
             f"The training dataset has {len(dataset)} rows, one generation batch takes {rows // per_prompt} "
@@ -274,7 +275,7 @@ def check_dataset(dataset: Any, args: TrainingArguments) -> None:
         )
 
 
-def check_evaluation(args: TrainingArguments, call: dict[str, Any]) -> None:
+def check_evaluation(args: TrainingArguments, call: Call) -> None:
     """Raise `ConfigurationError` if evaluation has no dataset; transformers finds out once the model is loaded."""
     strategy = args.eval_strategy
     if strategy != "no" and call.get("eval_dataset") is None:
@@ -285,7 +286,7 @@ def check_evaluation(args: TrainingArguments, call: dict[str, Any]) -> None:
         )
 
 
-def uneven_evaluations(args: TrainingArguments, call: dict[str, Any]) -> Iterator[str]:
+def uneven_evaluations(args: TrainingArguments, call: Call) -> Iterator[str]:
     """Yield a warning for each dataset of an evaluation whose last batch is not full.
 
     TRL averages `eval_reward` and its other metrics over batches. With several ranks, accelerate fills the last batch
@@ -323,7 +324,7 @@ def _even_evaluation(args: TrainingArguments, rows: int, per_prompt: int) -> str
     return f" A multiple of {prompts} prompts makes all batches equal."
 
 
-def check_rewards(call: dict[str, Any], removes_columns: bool = False) -> None:
+def check_rewards(call: Call, removes_columns: bool = False) -> None:
     """Raise `ConfigurationError` if a reward function lacks a package or a column, or cannot be called as TRL does."""
     functions = [one for one in rewards_of(call) if callable(one)]
     check_math_verify(functions)
@@ -339,7 +340,7 @@ def check_rewards(call: dict[str, Any], removes_columns: bool = False) -> None:
         check_columns(which, dataset, functions, removes_columns)
 
 
-def rewards_of(call: dict[str, Any]) -> list[Any]:
+def rewards_of(call: Call) -> list[Any]:
     """Return the rewards of a trainer: functions, modules and names."""
     rewards = call.get("reward_funcs") or []
     return rewards if isinstance(rewards, list) else [rewards]
@@ -367,7 +368,7 @@ def name_in_trl(reward: Any) -> str:
     )
 
 
-def datasets_of(call: Mapping[str, Any], *arguments: str) -> dict[str, Any]:
+def datasets_of(call: Call, *arguments: str) -> dict[str, Any]:
     """Return the datasets of a trainer by name, those of all arguments by default; one that is missing is `None`."""
     found: dict[str, Any] = {}
     for argument in arguments or ("train_dataset", "eval_dataset"):
@@ -379,9 +380,7 @@ def datasets_of(call: Mapping[str, Any], *arguments: str) -> dict[str, Any]:
     return found
 
 
-def check_columns(
-    which: str, dataset: Any, rewards: list[Callable], removes_columns: bool = False
-) -> None:
+def check_columns(which: str, dataset: Any, rewards: list[Callable], removes_columns: bool) -> None:
     """Raise `ConfigurationError` if a dataset lacks the prompts or an argument of a reward, or has one too many."""
     columns = getattr(dataset, "column_names", None)
     if not isinstance(columns, list) or not columns:  # a stream may not know its columns
@@ -462,31 +461,21 @@ def required(reward: Callable) -> list[str]:
     return [one.name for one in arguments if one.default is one.empty and one.kind in NAMED]
 
 
-def rows_per_round(args: TrainingArguments) -> tuple[int, str, str]:
-    """Return the completions per generation batch over all ranks, a label for them, and the field that lowers them."""
-    if hasattr(args, "steps_per_generation"):
-        return args.generation_batch_size, "generation_batch_size", "steps_per_generation"
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    return rows, "rows of an optimizer step", "gradient_accumulation_steps"
-
-
-def check_model(
-    model: str | PreTrainedModel, args: TrainingArguments, call: dict[str, Any]
-) -> None:
+def check_model(config: PreTrainedConfig, args: TrainingArguments, call: Call) -> None:
     """Raise `ConfigurationError` if the weights cannot be sent or cannot be trained."""
-    config = config_of(model, args)
     check_quantization(config, args, call)
     check_heads(config, args.vllm_tensor_parallel_size)
-    check_adapters(model, call.get("peft_config"))
-    check_dora(model, args, call.get("peft_config"))
-    check_trained(model, call.get("peft_config"))
+    check_adapters(call)
+    check_dora(args, call)
+    check_trained(call)
 
 
-def check_trained(model: str | PreTrainedModel, peft_config: Any) -> None:
+def check_trained(call: Call) -> None:
     """Reject a model without a trained parameter: every step would have a gradient of zero, or fail under ZeRO-3."""
+    model = call["model"]
     if (
         isinstance(model, str)
-        or peft_config is not None
+        or call.get("peft_config") is not None
         or any(one.requires_grad for one in model.parameters())
     ):
         return
@@ -544,16 +533,16 @@ def check_quantization(
         )
 
 
-def adapters_of(model: str | PreTrainedModel, peft_config: Any) -> dict[str, Any]:
-    """Return the configs of the adapters that a model has or will get, by name."""
-    return {"default": peft_config} if peft_config else getattr(model, "peft_config", {})
+def adapters_of(call: Call) -> dict[str, Any]:
+    """Return the configs of the adapters that a trainer's model has or will get, by name."""
+    added = call.get("peft_config")
+    return {"default": added} if added else getattr(call["model"], "peft_config", {})
 
 
-def check_adapters(model: str | PreTrainedModel, peft_config: Any) -> None:
+def check_adapters(call: Call) -> None:
     """Reject PEFT's methods besides LoRA: prompt tuning adds no layer, for example, and engines would not see it."""
     kinds = {
-        str(getattr(one.peft_type, "value", one.peft_type))
-        for one in adapters_of(model, peft_config).values()
+        str(getattr(one.peft_type, "value", one.peft_type)) for one in adapters_of(call).values()
     }
     if wrong := kinds - SENT_ADAPTERS:
         raise ConfigurationError(
@@ -565,10 +554,10 @@ def check_adapters(model: str | PreTrainedModel, peft_config: Any) -> None:
         )
 
 
-def check_dora(model: str | PreTrainedModel, args: TrainingArguments, peft_config: Any) -> None:
+def check_dora(args: TrainingArguments, call: Call) -> None:
     """Reject DoRA under ZeRO-3: PEFT 0.21 reads weights outside of their layer's forward, where they are sharded."""
     if zero_stage(args) == 3 and any(
-        getattr(one, "use_dora", False) for one in adapters_of(model, peft_config).values()
+        getattr(one, "use_dora", False) for one in adapters_of(call).values()
     ):
         raise ConfigurationError(
             "PEFT's DoRA cannot be trained under ZeRO-3 (`IndexError: tuple index out of range` in its forward).",

@@ -1,7 +1,7 @@
 """`NodeFields`: the settings of node mode as users set them, a mixin for TRL's configs."""
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,7 +11,7 @@ from trl import GRPOConfig
 from .errors import ConfigurationError
 from .node_settings import check_settings, is_node_mode
 from .run.gpu_variables import check_accelerator
-from .settings import Settings, check_values, docstring
+from .settings import Settings, check_values, docstring, setting
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments as _Arguments
@@ -50,24 +50,17 @@ class NodeFields(Settings, _Arguments):
     # fields that this trainer does not support -> reason and cure
     _not_for: ClassVar[dict[str, str]] = {}
 
-    use_vllm: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether to generate with vLLM. Here the default is `True` (TRL: `False`)."
-        },
+    use_vllm: bool = setting(
+        True, "Whether to generate with vLLM. Here the default is `True` (TRL: `False`)."
     )
-    vllm_mode: str = field(
-        default="node",
-        metadata={
-            "help": "'node': every node hosts engines on its reserved GPUs (the default here). 'server' and "
-            "'colocate' do what TRL does."
-        },
+    vllm_mode: str = setting(
+        "node",
+        "'node': every node hosts engines on its reserved GPUs (the default here). 'server' and 'colocate' do what "
+        "TRL does.",
     )
-    vllm_gpu_memory_utilization: float | None = field(
-        default=None,
-        metadata={
-            "help": "Share of a GPU's memory for vLLM. Default: 0.9; 0.3 if engines share a GPU with a rank."
-        },
+    vllm_gpu_memory_utilization: float | None = setting(
+        None,
+        "Share of a GPU's memory for vLLM. Default: 0.9; 0.3 if engines share a GPU with a rank.",
     )
 
     def __post_init__(self) -> None:

@@ -24,11 +24,6 @@ OF_SCHEDULER = {
     "scheduler.params.total_num_steps": "max_steps",
     "scheduler.params.warmup_num_steps": "warmup_steps",
 }
-ARGUMENTS = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm", "learning_rate", "adam_beta1",
-    "adam_beta2", "adam_epsilon", "weight_decay", "save_on_each_node", "fp16", "fp16_full_eval", "bf16",
-    "bf16_full_eval", "max_steps", "warmup_steps",
-)  # fmt: skip
 
 # Sizes of groups of ranks that lie within a node, ZeRO++'s and MiCS's
 GROUP_SIZES = ("zero_hpz_partition_size", "mics_shard_size")
@@ -54,6 +49,13 @@ class Unknown:
         return self
 
     __rmul__ = __mul__
+
+
+class Arguments(SimpleNamespace):
+    """Arguments of a trainer, as far as they are known."""
+
+    def __getattr__(self, name: str) -> Unknown:
+        return Unknown()
 
 
 def differences(
@@ -93,12 +95,12 @@ def differences(
                 )
 
     compared = Compared(copy.deepcopy(dict(config)))
-    given = {name: arguments.get(name, Unknown()) for name in ARGUMENTS}
-    if given["bf16"] is None:  # TRL's default: unless float16 is chosen
-        given["bf16"] = not given["fp16"]
-    compared.trainer_config_process(SimpleNamespace(world_size=world_size, **given))
+    given = Arguments(**{**arguments, "world_size": world_size})
+    if given.bf16 is None:  # TRL's default: unless float16 is chosen
+        given.bf16 = not given.fp16
+    compared.trainer_config_process(given)
     for key, name in OF_SCHEDULER.items():
-        value = given[name]
+        value = getattr(given, name)
         # else a share of the steps, or the length of the dataset
         if not isinstance(value, Unknown) and value >= 1:
             compared.fill_match(key, int(value), name)

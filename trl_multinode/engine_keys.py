@@ -85,9 +85,10 @@ def check_keys(generation_kwargs: dict | None, engine_kwargs: dict, node_mode: b
             expected=DTYPES,
         )
     for key in engine_kwargs:
-        reason = REFUSED_ENGINE_KEYS.get(key) or (
-            _unknown_to("EngineArgs", key, engine_keys()) if node_mode else None
-        )
+        reason = REFUSED_ENGINE_KEYS.get(key)
+        if reason is None and node_mode:
+            known = fields_in_vllm("engine/arg_utils.py", "EngineArgs", "AsyncEngineArgs")
+            reason = _unknown_to("EngineArgs", key, known)
         if reason is not None:
             raise ConfigurationError(
                 f"`engine_kwargs` may not contain {key!r}:",
@@ -99,7 +100,8 @@ def check_keys(generation_kwargs: dict | None, engine_kwargs: dict, node_mode: b
 
 def _no_sampling_key(key: str) -> str | None:
     """Return the reason why an engine would refuse `key` in its sampling settings; `None` if it would not."""
-    if key in REFUSED_GENERATION_KEYS or key in (known := sampling_keys()):
+    known = fields_in_vllm("sampling_params.py", "SamplingParams")
+    if key in REFUSED_GENERATION_KEYS or key in known:
         return REFUSED_GENERATION_KEYS.get(key)
     return FOREIGN_GENERATION_KEYS.get(key) or _unknown_to("SamplingParams", key, known)
 
@@ -112,16 +114,6 @@ def _unknown_to(kind: str, key: str, known: frozenset[str]) -> str | None:
     return f"vLLM's `{kind}` has no such setting" + (
         f"; the nearest is {near[0]!r}" if near else ""
     )
-
-
-def sampling_keys() -> frozenset[str]:
-    """Return the fields of vLLM's `SamplingParams`; see [`fields_in_vllm`]."""
-    return fields_in_vllm("sampling_params.py", "SamplingParams")
-
-
-def engine_keys() -> frozenset[str]:
-    """Return the fields of vLLM's `EngineArgs` and `AsyncEngineArgs`; see [`fields_in_vllm`]."""
-    return fields_in_vllm("engine/arg_utils.py", "EngineArgs", "AsyncEngineArgs")
 
 
 @cache
@@ -137,11 +129,6 @@ def fields_in_vllm(file: str, *kinds: str) -> frozenset[str]:
     source = Path(package.origin).parent / file
     tree = ast.parse(source.read_text() if source.is_file() else "")
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in kinds]
-    return frozenset(
-        name for node in classes for name in _annotated(node) if not name.startswith("_")
-    )
-
-
-def _annotated(node: ast.ClassDef) -> list[str]:
-    """Return the annotated names of a class."""
-    return [ast.unparse(line.target) for line in node.body if isinstance(line, ast.AnnAssign)]
+    lines = [line for node in classes for line in node.body if isinstance(line, ast.AnnAssign)]
+    names = [ast.unparse(line.target) for line in lines]
+    return frozenset(name for name in names if not name.startswith("_"))

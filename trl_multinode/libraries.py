@@ -120,12 +120,10 @@ def cure(library: str) -> str:
     from packaging.requirements import Requirement
 
     try:
-        ours, lines = (
-            metadata.version("trl-multinode"),
-            map(Requirement, metadata.requires("trl-multinode") or ()),
-        )
+        ours = metadata.distribution("trl-multinode")
     except metadata.PackageNotFoundError:  # run from its sources, without an installation
         return f"Install a version of {library} that pyproject.toml allows."
+    lines = map(Requirement, ours.requires or ())
     wanted = next((line for line in lines if line.name == library), None)
     if wanted is None:
         return f"Install another version of {library}."
@@ -133,7 +131,7 @@ def cure(library: str) -> str:
     if version is not None and wanted.specifier.contains(version, prereleases=True):
         return f"Upgrade trl-multinode ({upgrade_command()}), or install an older {library}."
     limits = ",".join(sorted(map(str, wanted.specifier), reverse=True))
-    return f"trl_multinode {ours} works with {library}{limits}: `pip install '{library}{limits}'`."
+    return f"trl_multinode {ours.version} works with {library}{limits}: `pip install '{library}{limits}'`."
 
 
 def upgrade_command() -> str:

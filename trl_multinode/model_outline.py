@@ -8,10 +8,10 @@ import torch
 import transformers
 from transformers import AutoProcessor, GenerationConfig, PreTrainedConfig
 
-from .call_checks import config_of
+from .call_checks import Call, config_of
 
 
-def outline(args: Any, call: dict[str, Any]) -> tuple[Any, Any]:
+def outline(args: Any, call: Call) -> tuple[Any, Any]:
     """
     Return the model that TRL will load and wrap, without its weights, and its processor. It opens no weights file.
 
@@ -21,7 +21,7 @@ def outline(args: Any, call: dict[str, Any]) -> tuple[Any, Any]:
     Args:
         args ([`~transformers.TrainingArguments`]):
             Training arguments of the trainer.
-        call (`dict[str, Any]`):
+        call (`Call`):
             All arguments of the trainer, by name.
     """
     model, adapter = call["model"], call.get("peft_config")

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from .call_checks import adapters_of, config_of, datasets_of, name_of
+from .call_checks import Call, adapters_of, config_of, datasets_of, name_of
 from .errors import ConfigurationError
 from .host import NodeHost
 from .node_settings import NodeSettings
@@ -67,7 +67,6 @@ MAY_DIFFER_BY_NODE = {
     "num_engines": "a node may have other GPUs",
     "engine_kwargs": "a node may have other GPUs, or other paths",
     "vllm_gpu_memory_utilization": "a node may have other GPUs",
-    "sync_bucket_mb": "a node may have less memory; the buckets of a sync are planned by each node",
     "model_init_kwargs": "it may hold paths of the node",
     "deepspeed": "it may be a path of the node; its contents are compared",
     "fsdp_config": "it may be a path of the node; what accelerate read of it is compared",
@@ -107,7 +106,7 @@ CURE = (
 )
 
 
-def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
+def check_agreement(host: NodeHost, args: Any, call: Call) -> None:
     """
     Compare what the ranks were given, and learn the shapes of nodes that differ. All ranks take part, through the
     store of the run.
@@ -117,7 +116,7 @@ def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
             Host of this rank.
         args ([`~transformers.TrainingArguments`]):
             Training arguments.
-        call (`Mapping[str, Any]`):
+        call (`Call`):
             All arguments of the trainer, by name.
 
     Raises:
@@ -134,19 +133,19 @@ def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
         columns = getattr(dataset, "column_names", None)
         sizes = {"type": type(dataset).__name__, "rows": rows, "columns": columns}
         facts.add(f"`{name}`", sizes)
-    for library, version in local_versions().items():
-        if library in MUST_AGREE:
-            facts.add(f"version of {library}", ".".join(major_minor(version)))
+    versions = local_versions()
+    for library in MUST_AGREE:
+        facts.add(f"version of {library}", ".".join(major_minor(versions[library])))
     facts.add(
         "`dtype` in `engine_kwargs`", NodeSettings.of(args).engine_kwargs.get("dtype", "auto")
     )
     topology = host.topology
-    facts.add(NODE, str(topology.nodes[topology.node]))
+    facts.add(NODE, topology.nodes[topology.node])
     found = {one.name: one for one in host.agreement.compare(facts)}
     if (of_nodes := found.pop(NODE, None)) is not None:
         topology.learn(
             {
-                rank: NodeShape.parse(text)
+                rank: NodeShape(**json.loads(text))
                 for text, ranks in of_nodes.values.items()
                 for rank in ranks
             }
@@ -240,11 +239,11 @@ def add_launch(facts: Facts, args: Any) -> None:
 # ---- model, tokenizer, functions ------------------------------------------------------------------------------------
 
 
-def add_model(facts: Facts, args: Any, call: Mapping[str, Any]) -> None:
+def add_model(facts: Facts, args: Any, call: Call) -> None:
     """Add the configs of model and adapter, and the contents of tokenizer and chat template."""
     model = call["model"]
     facts.add("model config", without_copies(config_of(model, args).to_dict()))
-    for name, adapter in adapters_of(model, call.get("peft_config")).items():
+    for name, adapter in adapters_of(call).items():
         facts.add(f"adapter {name}", without_copies(adapter.to_dict()))
     tokenizer = call.get("processing_class")
     facts.add_all(tokenizer_files(model) if tokenizer is None else tokenizer_parts(tokenizer))
@@ -292,7 +291,7 @@ def tokenizer_parts(given: Any) -> dict[str, Any]:
     }
 
 
-def add_functions(facts: Facts, call: Mapping[str, Any]) -> None:
+def add_functions(facts: Facts, call: Call) -> None:
     """Add the names of rewards and tools in their order, which `reward_weights` and the prompts follow."""
     for argument in ("reward_funcs", "tools", "rollout_func", "environment_factory"):
         given = call.get(argument)
@@ -303,7 +302,7 @@ def add_functions(facts: Facts, call: Mapping[str, Any]) -> None:
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
-def check_rows(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
+def check_rows(host: NodeHost, args: Any, call: Call) -> None:
     """Compare rows of the datasets whose fingerprints differ, as they are stored: without transforms, undecoded."""
     facts = Facts(host.topology)
     datasets = {f"`{name}`": dataset for name, dataset in datasets_of(call).items()}

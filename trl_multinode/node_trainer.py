@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from .call_checks import check_call
+from .call_checks import Call, check_call
 from .config import NodeFields
 from .host import NodeHost
 from .libraries import replaced
@@ -30,7 +30,7 @@ from .reporting.setup import report_choices, report_start
 from .reporting.steps import StepReport
 from .rollouts.aligning import aligned_before_gather
 from .rollouts.generation import SAMPLING, NodeGeneration
-from .rollouts.monitor import check_nan
+from .rollouts.monitor import DivergenceMonitor, check_nan
 from .rollouts.one_prompt import check_one_prompt
 from .rollouts.rewards import RewardCalls
 from .rollouts.staleness import StalenessMeter
@@ -114,7 +114,7 @@ class NodeTrainer(HubTrainer):
         """Return TRL's module with the code of a round."""
         return sys.modules[(cls._rounds_of or cls._trl).__module__]
 
-    def _check_call(self, host: NodeHost, settings: Any, call: dict[str, Any]) -> None:
+    def _check_call(self, host: NodeHost, settings: Any, call: Call) -> None:
         check_supported(settings, self._config, type(self).__name__)
         check_call(host, settings, call)
         check_agreement(host, settings, call)
@@ -361,6 +361,7 @@ class RewardedNodeTrainer(NodeTrainer):
         super()._wire(host)
         self._texts = TextLogging(self._code(), keep=self.args.log_completions)
         self._reward_calls = RewardCalls.of(host)
+        self._monitor = DivergenceMonitor(host, self.args, self.vllm_generation)
         if not self.args.log_completions:
             self.log_multimodal = (
                 False  # TRL would gather the images to all ranks in every round, unused
@@ -381,11 +382,7 @@ class RewardedNodeTrainer(NodeTrainer):
             super()._log_completion_extra(column, values)
 
     def _calculate_rewards(
-        self,
-        inputs: list[dict[str, Any]],
-        prompts: list,
-        completions: list,
-        completion_ids_list: list[list[int]],
+        self, inputs: list, prompts: list, completions: list, completion_ids_list: list
     ) -> torch.Tensor:
         if self.host is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

@@ -10,7 +10,7 @@ import textwrap
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from math import isfinite
+from math import inf
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from .errors import ConfigurationError
@@ -28,19 +28,16 @@ class Number:
     """Range of a number, with its unit. NaN and infinity are never in it."""
 
     unit: str = ""
-    least: float | None = None
-    above: float | None = None
+    least: float = -inf
+    above: float = -inf
     most: float = MOST
 
     def contains(self, value: float) -> bool:
         """Return whether a value is in the range."""
-        is_low = (self.least is not None and value < self.least) or (
-            self.above is not None and value <= self.above
-        )
-        return isfinite(value) and not is_low and value <= self.most
+        return self.least <= value <= self.most and self.above < value < inf
 
     def __str__(self) -> str:
-        words = f"above {self.above:g}" if self.above is not None else f"at least {self.least:g}"
+        words = f"above {self.above:g}" if self.above > -inf else f"at least {self.least:g}"
         if self.most != MOST:
             most = f"{self.most:g}".replace("e+0", "e").replace("e+", "e")
             words += f" and at most {most}"
@@ -111,13 +108,16 @@ class Settings:
     ] = setting(
         None,
         "Engines of each node. A node with 0, or whose ranks train on all of its GPUs, uses the engines of the other "
-        "nodes, which needs a secret (docs/operate/security.md).",
+        "nodes, which needs a secret (docs/operate/security.md): token ids and images of its prompts and completions "
+        "then cross the network, not encrypted.",
     )
     remote_engines: Annotated[int | None, Number(least=0, most=4096), "no engines of agents"] = (
         setting(
             None,
             "Engines of agents (`trl-multinode engines --join`) that must serve before the first round; more may join "
-            "at any time. Each node opens a port for them, which needs a secret. See docs/operate/beyond.md.",
+            "at any time. Each node opens a port for them, which needs a secret; token ids and images of prompts and "
+            "completions, config, tokenizer and weights then cross the network, not encrypted. See "
+            "docs/operate/beyond.md.",
         )
     )
     engine_kwargs: dict[str, Any] | str | None = setting(

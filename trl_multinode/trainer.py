@@ -21,7 +21,6 @@ from .rehearsal.rehearsal import Rehearsal
 from .rollouts.generation import Prompts
 from .rollouts.groups import Group
 from .rollouts.loss_scores import ORIGIN, LossScores, moves_the_generator
-from .rollouts.monitor import DivergenceMonitor
 from .rollouts.recorded import Recorded
 from .rollouts.replay import replayed
 from .rollouts.sampling_again import SamplingAgain
@@ -72,7 +71,6 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
-        self._monitor = DivergenceMonitor(host, self.args, self.vllm_generation)
         self._loss_scores = LossScores(
             self, self._monitor, self._meter, partial(reason_to_score, self)
         )

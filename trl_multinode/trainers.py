@@ -8,9 +8,7 @@ import torch
 from trl import DistillationConfig, DistillationTrainer, RLOOConfig, RLOOTrainer
 
 from .config import GRPO_ONLY, NO_LOGPROBS, NodeFields
-from .host import NodeHost
 from .node_trainer import NodeTrainer, RewardedNodeTrainer
-from .rollouts.monitor import DivergenceMonitor
 
 
 @dataclass
@@ -30,10 +28,6 @@ class MultiNodeRLOOTrainer(RewardedNodeTrainer, RLOOTrainer):
     _scores: list[torch.Tensor] | None = (
         None  # log-probs of this round's completions; the trained model's come first
     )
-
-    def _wire(self, host: NodeHost) -> None:
-        super()._wire(host)
-        self._monitor = DivergenceMonitor(host, self.args, self.vllm_generation)
 
     def _get_per_token_logps_and_entropies(
         self, *args: Any, **kwargs: Any

@@ -125,7 +125,7 @@ def free_port() -> int:
 class Pulled:
     """Stands for the weights that an agent pulls: those of a tiny model, once for each membership."""
 
-    def __init__(self, engines, transport, ports, pool):
+    def __init__(self, engines, transport, ports, pool, report):
         self._driver = SyncDriver(tiny_qwen2(seed=7), engines, transport=transport)
 
     def pull(self, timeout_s: float):

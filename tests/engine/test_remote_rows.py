@@ -591,7 +591,7 @@ def test_another_host_reaches_a_port_on_one_address_and_both_notice_a_cut_link(
         (tmp_path / "new").write_text(engines.text.partition("PORT ")[2].split()[0])
         (tmp_path / "new").rename(tmp_path / "port")
         engines.wait_for("BEGUN")
-        ip("-n", hosts.hub, "link", "set", "node0", "nomaster")
+        hosts.cut_link(0)
         try:
             own = hosts.address(0)
             expected = [own, "127.0.0.1", [own], "connected"] + ["ConnectionRefusedError"] * 2

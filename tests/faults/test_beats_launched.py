@@ -86,8 +86,13 @@ def wait_until_judged(nodes: Nodes, node: int) -> None:
         lambda: len(found := slots.read()) == 2 and all(slot["synced"] for slot in found.values()),
         "a sync",
     )
-    synced = max(slots.times().values())
-    until(lambda: min(slots.times().values()) > synced + 1.5 * READ_STATES_EVERY_S, "heartbeats")
+    synced = max(slot["at"] for slot in slots.read().values())
+    until(
+        lambda: (
+            min(slot["at"] for slot in slots.read().values()) > synced + 1.5 * READ_STATES_EVERY_S
+        ),
+        "heartbeats",
+    )
 
 
 class MemoryOf:

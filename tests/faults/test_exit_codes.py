@@ -105,7 +105,7 @@ def test_row_exit_codes_of_errors(error, has_trainer, code):
 
 def test_a_line_names_the_node_of_an_address():
     client = HashStore()
-    store, topology = run_store.RunStore(node(0), client), node(0)
+    store = run_store.RunStore(node(0), client)
     for number, found in enumerate((["10.0.0.1", "172.17.0.1"], ["10.0.0.2", "172.17.0.1"])):
         client.set(f"address/{number}", json.dumps(found))
     lines = {
@@ -115,8 +115,8 @@ def test_a_line_names_the_node_of_an_address():
         "vllm 0.26.0.1: 3 rows": "vllm 0.26.0.1: 3 rows",
     }
     for line, expected in lines.items():
-        assert addresses.with_nodes(line, store, topology).endswith(expected)
-    addresses.register(store, topology)
+        assert addresses.with_nodes(line, store).endswith(expected)
+    addresses.register(store)
     assert "127.0.0.1" not in json.loads(client.get("address/0"))
 
 

@@ -113,7 +113,7 @@ def test_the_trainers_of_a_process_are_one_owner_and_the_last_one_leaves_nothing
 
 def of_another_host(folder: Path) -> dict:
     content = {"host": "node-a", "pid": 4242, "boot": "another", "token": "theirs", "count": 1}
-    owner.write_whole(folder / "owner.json", json.dumps(content))
+    owner.write_whole(folder / "owner.json", content)
     return content
 
 
@@ -136,7 +136,7 @@ def test_row_two_runs_on_two_hosts_a_live_one_refuses_and_a_dead_one_is_taken_ov
         while True:
             time.sleep(0.5)
             content["count"] += 1
-            owner.write_whole(tmp_path / "owner.json", json.dumps(content))
+            owner.write_whole(tmp_path / "owner.json", content)
 
     with forked(other, 1, tmp_path) as (theirs,):
         theirs.wait_for("there")

@@ -23,6 +23,7 @@ from trl_multinode.run import reporter
 from trl_multinode.run import store as run_store
 from trl_multinode.run.endings.exit_codes import ENGINE, OTHER, PEER_LOST, PREEMPTED, USER_CODE
 from trl_multinode.run.meeting import Meeting
+from trl_multinode.run.reconnecting import StoreConnection
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch import arrivals, early, leaving, watch_thread, watchdog
@@ -172,9 +173,9 @@ def full_pipe() -> int:
 
 
 def wait_with_a_limit_of_the_store(here: Here) -> None:
-    watch = here.trainer()
+    here.trainer()
     here.until_now()
-    watch.of_process.store_limit_s = 3.0
+    StoreConnection.limit_s = 3.0
     here.wait()
 
 
@@ -308,7 +309,7 @@ def one_does_not_import(here: Here) -> None:
     watch = here.imported()
     here.up()
     here.until_now()
-    watch.start_limit_s = 1.0
+    watch.arrivals.limit_s = 1.0
     here.wait()
 
 
@@ -330,7 +331,7 @@ def one_has_no_trainer(here: Here) -> None:
     until(lambda: watch.arrivals._signs._told, "the sign that this rank has a trainer")
     here.up()
     here.until_now()
-    trainer.of_process.start_limit_s = 1.0
+    trainer.of_process.arrivals.limit_s = 1.0
     here.wait()
 
 

@@ -92,6 +92,14 @@ class LaunchedNodes:
         """
         self._links.limit_links(mbit_per_s, **queue)
 
+    def limit_link(self, node: int, mbit_per_s: int) -> None:
+        """Limit the link of one node, or of one of `more_hosts`, as `limit_links` does."""
+        self._links.limit_link(node, mbit_per_s)
+
+    def cut_link(self, node: int) -> None:
+        """Let no byte pass between one node and the others any more. Needs `namespaces=True`."""
+        self._links.cut_link(node)
+
     def lost_share(self, node: int) -> float:
         """Return the share of packets that the link of `node` lost under its limit. Needs `namespaces=True`."""
         return self._links.lost_share(node)

@@ -129,6 +129,10 @@ class Namespaces:
                 bucket = _bucket(mbit_per_s, queue_bytes)
                 _run(*f"tc -n {namespace} qdisc replace dev {device} root".split(), *bucket)
 
+    def cut_link(self, node: int) -> None:
+        """Let no byte pass between one node and the others any more; neither end gets a word of it."""
+        _ip("-n", self.hub, "link", "set", f"node{node}", "nomaster")
+
     def lost_share(self, node: int) -> float:
         """Return the share of packets that the node's link has dropped in both directions under its present limit."""
         shown = [

@@ -22,7 +22,12 @@ from trl_multinode.engine.stream import Request
 from trl_multinode.errors import EngineError, WeightSyncError, WeightVersionError
 from trl_multinode.weights.buckets import plan_buckets, slot_layout
 from trl_multinode.weights.building import SyncPlan, checked_with_engines, plan_sync
-from trl_multinode.weights.peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
+from trl_multinode.weights.peft_source import (
+    AdapterSource,
+    PeftSource,
+    adapter_obstacles,
+    lora_rank,
+)
 from trl_multinode.wire.messages import Digest, WeightVersion
 
 PROMPTS = [[5, 6, 7], [290, 8, 7, 299]]
@@ -114,6 +119,10 @@ def an_unfrozen_norm() -> PeftModel:
     model = adapted()
     model.get_base_model().model.norm.weight.requires_grad_(True)
     return model
+
+
+def adapter_obstacle(*args, **kwargs) -> str | None:
+    return next(adapter_obstacles(*args, **kwargs), None)
 
 
 @pytest.mark.parametrize(

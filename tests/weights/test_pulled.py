@@ -136,12 +136,16 @@ def on_ports(trainers: Sequence[Trainer]) -> Iterator[list[PortAddress]]:
 
 @contextmanager
 def agent(
-    addresses: Sequence[PortAddress], folder: Path, *engines: Keeper, limit_s: float = 60.0
+    addresses: Sequence[PortAddress],
+    folder: Path,
+    *engines: Keeper,
+    limit_s: float = 60.0,
+    report: Callable[[str], None] = pytest.fail,
 ) -> Iterator[PulledUpdates]:
     with serving(*engines, folder=folder) as clients:
         transport = Transport(folder=folder)
         with closing(
-            PulledUpdates(clients, transport, addresses, (SECRET, FACTS), limit_s)
+            PulledUpdates(clients, transport, addresses, (SECRET, FACTS), report, limit_s)
         ) as updates:
             yield updates
 
@@ -319,29 +323,6 @@ def test_agents_share_the_checksums_of_a_node_and_each_bucket_has_one_node(
     assert [sorted(trainer.service._crcs) for trainer in trainers] == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_an_engine_that_was_started_again_loads_from_the_agents_slots(
-    trainers, addresses, asked, tmp_path
-):
-    running_one, again = Keeper(), Keeper()
-    with (
-        serving(running_one, again, folder=tmp_path) as engines,
-        closing(
-            PulledUpdates(
-                EngineGroup([engines[0]]), Transport(folder=tmp_path), addresses, (SECRET, FACTS)
-            )
-        ) as updates,
-    ):
-        assert updates.load_again(WeightVersion(), EngineGroup([engines[1]])).num_buckets == 0
-        sent = send(trainers, 1)
-        updates.pull(HANG_S)
-        asked.clear()
-        timings = updates.load_again(version(1), EngineGroup([engines[1]]))
-        assert timings.num_buckets == 6 and asked == []
-        assert digest(again.tensors) == digest(running_one.tensors) == sent
-        with pytest.raises(WeightSyncError):
-            updates.load_again(version(2), EngineGroup([engines[1]]))
-
-
 # ---- updates that come meanwhile ------------------------------------------------------------------------------------
 
 
@@ -433,30 +414,34 @@ def test_a_node_that_has_not_written_a_bucket_yet_is_waited_for(
     assert found == [version(1)] and digest(engine.tensors) == sent
 
 
-def test_an_engine_that_starts_while_the_slots_are_mixed_gets_everything_with_the_next_update(
-    trainers, addresses, on_the_way, tmp_path
-):
-    async def next_begins(stream: socket.socket, data: memoryview) -> None:
-        for trainer in trainers:
-            for bucket in range(FROZEN, 6):
-                trainer.sync.slots.mark(bucket, 3)
-        await asyncio.get_running_loop().sock_sendall(stream, data)
+def test_pulls_that_are_always_overtaken_are_reported(on_the_way, tmp_path):
+    lines: list[str] = []
 
-    running_one, again = Keeper(), Keeper()
-    with serving(running_one, again, folder=tmp_path) as engines:
-        group = EngineGroup([engines[0]])
-        transport = Transport(folder=tmp_path)
-        with closing(PulledUpdates(group, transport, addresses, (SECRET, FACTS))) as updates:
-            send(trainers, 1)
-            updates.pull(HANG_S)
-            send(trainers, 2)
-            on_the_way += [next_begins] * 2
-            assert updates.pull(0.0) is None and updates.version == version(1)
-            assert updates.load_again(version(1), EngineGroup([engines[1]])).num_buckets == 0
-            group.append(engines[1])
-            sent = send(trainers, 3)
-            assert updates.pull(HANG_S) == version(3)
-            assert digest(running_one.tensors) == digest(again.tensors) == sent
+    def overtaken_by(update: int):
+        async def overtaken(stream: socket.socket, data: memoryview) -> None:
+            await asyncio.to_thread(send, trainers, update)
+            await asyncio.get_running_loop().sock_sendall(stream, data)
+
+        return overtaken
+
+    def pulled_at(update: int) -> None:
+        assert updates.pull(HANG_S) == version(update)
+
+    engine = Keeper()
+    with (
+        numbered(1) as trainers,
+        on_ports(trainers) as addresses,
+        agent(addresses, tmp_path, engine, report=lines.append) as updates,
+    ):
+        send(trainers, 1)
+        on_the_way += [overtaken_by(update) for update in (2, 3)]
+        pulled_at(3)
+        assert lines == []
+        send(trainers, 4)
+        on_the_way += [overtaken_by(update) for update in (5, 6, 7)]
+        pulled_at(7)
+    assert len(lines) == 1 and "gradient_accumulation_steps" in lines[0]
+    assert {update for update, _ in engine.loaded} == {3, 7}
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------

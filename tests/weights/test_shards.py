@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from trl_multinode.weights import even_pieces
-from trl_multinode.weights.even_pieces import Cut
+from trl_multinode.weights.even_pieces import all_of, evened
 from trl_multinode.weights.gathering import Gathering, ShardGather
 from trl_multinode.weights.shards import Shard, shard_of
 from trl_multinode.weights.source import ModuleSource
+from trl_multinode.wire.messages import TensorRange
 
 CPU = torch.device("cpu")
 SHAPES = [(7, 3), (5,), (1,), (64, 2), (2, 3, 4)]  # most do not divide by the number of ranks
@@ -32,7 +33,8 @@ def zero3_piece(tensor: torch.Tensor, rank: int, world: int) -> Shard:
     elements = -(-tensor.numel() // world)
     padded = torch.full((world * elements,), float("nan"), dtype=tensor.dtype)
     padded[: tensor.numel()] = tensor.flatten()
-    return Shard(padded[rank * elements : (rank + 1) * elements], elements, tuple(tensor.shape))
+    piece = padded[rank * elements : (rank + 1) * elements]
+    return Shard(piece, tuple(tensor.shape), all_of(world, elements))
 
 
 @pytest.mark.parametrize("nodes", [[1], [3], [1, 1], [2, 2], [2, 2, 2]], ids=str)
@@ -203,9 +205,9 @@ def test_tensors_of_few_rows_are_spread_evenly_before_they_are_gathered(tmp_path
         assert found == [counts + rest for counts, rest in zip(expected, right, strict=True)]
 
 
-def shared(cut: Cut, other: Cut) -> list[list[int]]:
+def shared(numel: int, cut: TensorRange, other: TensorRange) -> list[list[int]]:
     """Return how many elements of each rank's piece are in each rank's piece of the other cut."""
-    pieces, others = (each.whole().intervals(each.numel) for each in (cut, other))
+    pieces, others = (each.intervals(numel) for each in (cut, other))
     return [[end - start for start, end in even_pieces.overlaps(piece, others)] for piece in pieces]
 
 
@@ -218,23 +220,21 @@ def test_two_cuts_of_a_tensor_share_each_element_once():
         (61 * 7, 122, 6),
         (9, 4, 3),
     ]:
-        old = Cut(numel, elements, world)
-        new = old.even()
-        table = shared(old, new)
-        assert table == [list(row) for row in zip(*shared(new, old), strict=True)]
-        assert [sum(row) for row in table] == [
-            end - first for first, end in old.whole().intervals(numel)
-        ]
-        assert new.padding < world
+        old, new = all_of(world, elements), all_of(world, -(-numel // world))
+        table = shared(numel, old, new)
+        assert table == [list(row) for row in zip(*shared(numel, new, old), strict=True)]
+        assert [sum(row) for row in table] == [end - first for first, end in old.intervals(numel)]
 
 
 def test_only_much_padding_is_worth_a_collective():
     """At 448 ranks: 128 experts of 24 MiB in bfloat16, a matrix of 2048 rows, and a small one of 128."""
-    experts, matrix = Cut(128 * 12 << 20, 12 << 20, 448), Cut(2048 * 8192, 5 * 8192, 448)
-    assert experts.padding / experts.numel == 2.5 and experts.for_sending(2) == experts.even()
-    assert matrix.for_sending(2) == matrix  # 9 % of padding
-    small = Cut(128 * 1024, 1024, 448)
-    assert small.for_sending(2) == small  # 0.6 MiB of padding
+    numel = 128 * 12 << 20
+    experts = evened(all_of(448, 12 << 20), numel, itemsize=2)
+    assert experts == all_of(448, -(-numel // 448)) and 448 * experts.elements - numel < 448
+    matrix = all_of(448, 5 * 8192)
+    assert evened(matrix, 2048 * 8192, itemsize=2) == matrix  # 9 % of padding
+    small = all_of(448, 1024)
+    assert evened(small, 128 * 1024, itemsize=2) == small  # 0.6 MiB of padding
 
 
 def test_a_sharding_that_is_not_one_piece_a_rank_is_left_to_its_own_library(tmp_path):
@@ -263,7 +263,8 @@ def test_a_sharding_that_is_not_one_piece_a_rank_is_left_to_its_own_library(tmp_
 def test_an_empty_sharded_tensor_alone_in_its_bucket_is_gathered(tmp_path):
     def body(rank: int) -> bool:
         gather = ShardGather(torch.device("cpu"), even_nodes(2))
-        (pieces,) = Gathering(gather, [Shard(torch.empty(0), 0, (0, 5))], [torch.bfloat16]).wait()
+        empty = Shard(torch.empty(0), (0, 5), all_of(gather.world, 0))
+        (pieces,) = Gathering(gather, [empty], [torch.bfloat16]).wait()
         return rank > 0 or pieces.full().shape == (0, 5)
 
     assert on_gloo_ranks(body, 4, tmp_path) == [True] * 4

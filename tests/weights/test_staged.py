@@ -298,10 +298,7 @@ def test_without_memory_for_all_buckets_two_slots_are_reserved_and_the_reason_is
     source = ModuleSource(tiny_qwen2(), torch.float32)
     buckets = WeightSync(source, None, LIMIT).buckets
     monkeypatch.setattr(ModuleSource, "buckets", lambda self, limit: buckets)
-    gather = ShardGather(torch.device("cpu"))
-    reason = reserve_slots(
-        SyncPlan(ModuleSource), tiny_qwen2(), torch.float32, gather, LIMIT, transport
-    )
+    reason = reserve_slots(source, LIMIT, transport)
     assert transport.staged is staged and (reason is None) == staged
     assert len(transport._reserved.sizes) == (len(buckets) if staged else 2)
     transport.close()

@@ -140,7 +140,8 @@ class Agent:
                 report=report,
             )
             try:
-                with closing(PulledUpdates(engines, transport, notice.ports, pool)) as updates:
+                pulled = PulledUpdates(engines, transport, notice.ports, pool, report)
+                with closing(pulled) as updates:
                     while not member.ended.is_set() and restarts.count == count:
                         if updates.pull(PULL_S) is not None:
                             slots = min(engine.ready.slots for engine in engines)

@@ -28,7 +28,7 @@ class Agreement:
 
     def compare(self, facts: Facts) -> list[Disagreement]:
         """Compare facts of all ranks; every rank calls it and gets the same answer."""
-        return disagreements(self.meeting, self._rank.topology, facts)
+        return disagreements(self.meeting, facts)
 
     def meet(self, request: str = "") -> list[str]:
         """Wait for all ranks in a meeting, and return the words that any of them brought; see [`Meeting.wait`].

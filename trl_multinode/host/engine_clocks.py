@@ -17,9 +17,8 @@ class EngineClocks:
 
     def __init__(self) -> None:
         self.seconds = np.zeros((0, NUM_CLOCKS))  # per engine, at the last sync
-        # by engine: number of the process whose clock was read last
-        self._starts: dict[int, int] = {}
-        self._offsets: dict[int, np.ndarray] = {}  # by engine: clocks of the processes before it
+        # by engine: number of the process whose clock was read last, and clocks of the processes before it
+        self._processes: dict[int, tuple[int, np.ndarray]] = {}
         self._kv_use = 0.0
 
     def read(self, replies: list[tuple[EngineClient, Message]], num_engines: int) -> None:
@@ -28,15 +27,15 @@ class EngineClocks:
         clocks = np.zeros((num_engines, NUM_CLOCKS)) if is_first else self.seconds.copy()
         for client, reply in replies:
             assert isinstance(reply, Done)
-            index = client.index
-            if client.ready.start != self._starts.get(index, 0):
-                self._starts[index] = client.ready.start
-                self._offsets[index] = clocks[index].copy()
-            times = reply.times
+            index, times = client.index, reply.times
             read = np.array([times.busy_s, times.clock_s, times.slot_s, times.tail_s])
+            start, offset = self._processes.get(index, (0, np.zeros(NUM_CLOCKS)))
             if is_first:
-                self._offsets[index] = -read
-            clocks[index] = read + self._offsets.get(index, 0.0)
+                offset = -read
+            elif client.ready.start != start:
+                offset = clocks[index].copy()
+            self._processes[index] = client.ready.start, offset
+            clocks[index] = read + offset
             self._kv_use = max(self._kv_use, reply.kv_use)
         self.seconds = clocks
 

@@ -36,7 +36,7 @@ class Presence:
         limits = Limits(
             settings.heartbeat_timeout, settings.stuck_timeout, settings.engine_start_timeout
         )
-        Beats(rank.topology, rank.watch, limits, self.activity)
+        Beats(rank.watch, limits, self.activity)
         self._progress_lines = ProgressLines(rank.phases, rank.step, self.left)
         if rank.topology.rank == 0:
             self._progress_lines.start()

@@ -127,7 +127,7 @@ class Updates:
 
         Ranks of a node without engines connect to those of the other nodes.
         """
-        rank, settings, topology = self._rank, self._rank.settings, self._rank.topology
+        rank, settings = self._rank, self._rank.settings
         self.model = model  # including its adapter: FSDP2 shards this module, and its forward gathers the shards
         base = base_of(model)
         plan, engine_settings = self._plan(model, keywords)
@@ -139,34 +139,48 @@ class Updates:
         reason = None
         if rank.topology.is_local_main:
             if rank.needs_slots:
-                reason = reserve_slots(plan, base, self.dtype, gather, bucket_bytes, transport)
-            write_model = partial(save_without_weights, base, processing_class)
-            self._fleet.start(engine_settings, write_model)
+                source = plan.source(base, self.dtype, gather)
+                reason = reserve_slots(source, bucket_bytes, transport)
+            self._start_engines(engine_settings, base, processing_class)
             transport.folder = self._fleet.folder
-            if rank.opens_port:
-                self._remote.open(engine_settings, write_model, lambda: self._sync)
+        engines = self._connect(engine_settings)
+        plan = checked_with_engines(plan, base, engines, settings.lora_sync, gather)
+        if plan.reason and rank.topology.rank == 0:
+            rank.report(plan.reason)
+        sender = engines.own if rank.fills_slots else None
+        source = plan.source(base, self.dtype, gather)
+        self._sync = build_sync(source, sender, bucket_bytes, transport, rank.topology)
+        self._sync.in_flight, self._sync.recompute_kv = settings.in_flight, settings.recompute_kv
+        self._agree_on_slots(self._sync, transport, gather, reason)
+        if rank.has_agents:
+            self._expect_agents(engines, base, keywords)
+        return engines
+
+    def _start_engines(
+        self, engine_settings: EngineSettings, base: Any, processing_class: Any
+    ) -> None:
+        """Start this node's engines, and let other nodes reach them. Local main process only."""
+        write_model = partial(save_without_weights, base, processing_class)
+        self._fleet.start(engine_settings, write_model)
+        if self._rank.opens_port:
+            self._remote.open(engine_settings, write_model, lambda: self._sync)
+
+    def _connect(self, engine_settings: EngineSettings) -> NodeEngines:
+        """Connect this rank to its engines, and the thread that generates ahead, if any."""
+        settings = self._rank.settings
         self.engines = self._fleet.connect(engine_settings.window)
         if settings.max_staleness or settings.scores_groups:
             window = engine_settings.open_window if settings.in_flight else engine_settings.window
             self.ahead_engines = self._fleet.connect(window)
-        plan = checked_with_engines(plan, base, self.engines, settings.lora_sync, gather)
-        if plan.reason and rank.topology.rank == 0:
-            rank.report(plan.reason)
-        sender = self.engines.own if rank.fills_slots else None
-        self._sync = build_sync(
-            plan, base, self.dtype, gather, sender, bucket_bytes, transport, rank.topology
-        )
-        self._sync.in_flight, self._sync.recompute_kv = settings.in_flight, settings.recompute_kv
-        self._agree_on_slots(self._sync, transport, gather, reason)
-        if rank.has_agents:
-            config = base.config.get_text_config()
-            self.engines.context = (
-                keywords.get("max_model_length") or config.max_position_embeddings
-            )
-            self.engines.find_more = self.find_agents
-            if topology.rank == 0:
-                self._remote.announce()
         return self.engines
+
+    def _expect_agents(self, engines: NodeEngines, base: Any, keywords: dict[str, Any]) -> None:
+        """Let agents join from now on."""
+        config = base.config.get_text_config()
+        engines.context = keywords.get("max_model_length") or config.max_position_embeddings
+        engines.find_more = self.find_agents
+        if self._rank.topology.rank == 0:
+            self._remote.announce()
 
     def _agree_on_slots(
         self, sync: WeightSync, transport: Transport, gather: ShardGather, reason: str | None

@@ -22,19 +22,16 @@ def untouched(trainer: Any) -> Iterator[None]:
     model = trainer.model_wrapped
     with ExitStack() as stack:
         stack.enter_context(random_states(trainer.accelerator.device))
-        stack.enter_context(attributes(trainer))
-        stack.enter_context(scalars(trainer.accelerator.gradient_state))
+        restore_attributes(stack, trainer)
+        restore_scalars(stack, trainer.accelerator.gradient_state)
         if (zero := zero_optimizer(model)) is not None:
-            stack.enter_context(scalars(model))
-            stack.enter_context(scalars(zero))
-            stack.enter_context(contents(zero))
-            stack.enter_context(scalars(zero._backward_hook_state))
-        training = trainer.model.training
-        try:
-            yield
-        finally:
-            trainer.model.train(training)
-            drop_gradients(model, zero)
+            restore_scalars(stack, model)
+            restore_scalars(stack, zero)
+            restore_contents(stack, zero)
+            restore_scalars(stack, zero._backward_hook_state)
+        stack.callback(drop_gradients, model, zero)
+        stack.callback(trainer.model.train, trainer.model.training)
+        yield
 
 
 def zero_optimizer(model: nn.Module) -> Any | None:
@@ -65,37 +62,28 @@ def random_states(device: torch.device) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-@contextmanager
-def attributes(owner: Any) -> Iterator[None]:
-    """Restore which objects the attributes of `owner` name; new attributes are removed."""
+def restore_attributes(stack: ExitStack, owner: Any) -> None:
+    """Let `stack` restore which objects the attributes of `owner` name, and remove new attributes."""
     before = dict(vars(owner))
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         vars(owner).update(before)
         for name in vars(owner).keys() - before.keys():
             delattr(owner, name)
 
+    stack.callback(restore)
 
-@contextmanager
-def scalars(owner: Any) -> Iterator[None]:
-    """Restore the attributes of `owner` that are numbers, flags or texts: DeepSpeed's counters, for example."""
+
+def restore_scalars(stack: ExitStack, owner: Any) -> None:
+    """Let `stack` restore the attributes of `owner` that are numbers, flags or texts: DeepSpeed's counters, for
+    example."""
     before = {name: value for name, value in vars(owner).items() if isinstance(value, Scalar)}
-    try:
-        yield
-    finally:
-        vars(owner).update(before)
+    stack.callback(vars(owner).update, before)
 
 
-@contextmanager
-def contents(owner: Any) -> Iterator[None]:
-    """Restore the contents of the attributes of `owner` that are dictionaries or sets, in place."""
-    before = [
-        (value, value.copy()) for value in vars(owner).values() if isinstance(value, dict | set)
-    ]
-    try:
-        yield
-    finally:
-        for value, copy in before:
-            value.clear()
-            value.update(copy)
+def restore_contents(stack: ExitStack, owner: Any) -> None:
+    """Let `stack` restore the contents of the attributes of `owner` that are dictionaries or sets, in place."""
+    for value in vars(owner).values():
+        if isinstance(value, dict | set):
+            stack.callback(value.update, value.copy())
+            stack.callback(value.clear)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from math import isfinite
 
-from .lines import marked, nodes_in, short
+from .lines import marked, nodes_in, numbers_in, short
 
 
 def alerts(logs: Mapping[str, object]) -> Iterator[tuple[str, str]]:
@@ -14,7 +14,7 @@ def alerts(logs: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         logs (`Mapping[str, object]`):
             Metrics of a training step as `Trainer.log` received them.
     """
-    found = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
+    found = numbers_in(logs)
     broken = [name for name in ("loss", "grad_norm") if not isfinite(found.get(name, 0.0))]
     if broken:
         values = " and ".join(f"`{name}` is {found[name]}" for name in broken)
@@ -46,8 +46,7 @@ def _means(found: Mapping[str, float]) -> str:
 def slow_nodes(logs: Mapping[str, object]) -> dict[int, str]:
     """Return the nodes that marks in the table of nodes name as slower than the others, and why."""
     found: dict[int, str] = {}
-    step_s = float(logs["perf/step_s"])  # type: ignore[arg-type]
-    for node, why in marked(nodes_in(logs), step_s).items():
+    for node, why in marked(nodes_in(logs), numbers_in(logs)["perf/step_s"]).items():
         # a node that waits is one of the fast ones
         slow = [name for name in why if name.endswith("_s") and name != "wait_s"]
         if slow:

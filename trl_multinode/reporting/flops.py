@@ -103,8 +103,8 @@ def _flops_of(model: Any) -> ModelFlops | None:
         return None
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    experts = next(
-        (n for key in ("num_local_experts", "num_experts") if (n := getattr(config, key, None))), 1
+    experts = (
+        getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
     )
     share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
     lookup = _lookup_only(model)

@@ -67,6 +67,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def numbers_in(logs: Mapping[str, object]) -> dict[str, float]:
+    """Return the metrics that are numbers."""
+    return {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
+
+
 def step_line(logs: Mapping[str, object], step: int, max_steps: int) -> str:
     """Return the line of a training step: only what was logged is in it.
 
@@ -76,7 +81,7 @@ def step_line(logs: Mapping[str, object], step: int, max_steps: int) -> str:
         step (`int`), max_steps (`int`):
             Last optimizer step, and the number of all.
     """
-    found = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
+    found = numbers_in(logs)
     seconds = [_if(found, f"perf/{name}_s", in_seconds, f"{name} {{}}") for name in PHASES]
     parts = [
         f"step {step}/{max_steps}" + _if(found, "perf/eta_s", clock, ", eta {}"),
@@ -146,9 +151,9 @@ def other_line(logs: Mapping[str, object], step: int) -> str:
 def nodes_in(logs: Mapping[str, object]) -> Nodes:
     """Return the values per node from the metrics `node<k>/<name>`."""
     nodes: Nodes = {}
-    for name, value in logs.items():
-        if (match := re.fullmatch(r"node(\d+)/(\w+)", name)) and isinstance(value, (int, float)):
-            nodes.setdefault(int(match[1]), {})[match[2]] = float(value)
+    for name, value in numbers_in(logs).items():
+        if match := re.fullmatch(r"node(\d+)/(\w+)", name):
+            nodes.setdefault(int(match[1]), {})[match[2]] = value
     return nodes
 
 
@@ -214,7 +219,7 @@ def node_table(logs: Mapping[str, object], step: int) -> Group | None:
     nodes = nodes_in(logs)
     if len(nodes) < 2:
         return None
-    off = marked(nodes, float(logs.get("perf/step_s", 0.0)))  # type: ignore[arg-type]
+    off = marked(nodes, numbers_in(logs).get("perf/step_s", 0.0))
     over = ratios(nodes)
     columns = [name for name in COLUMNS if any(name in row for row in nodes.values())]
     title = f"nodes at step {step}, per step; marked: more than {OFF_THE_MEAN} x the mean"

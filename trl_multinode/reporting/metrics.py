@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import dataclass, fields
+from itertools import islice
+from statistics import fmean
 
-from ..rollouts.staleness import NUM_SUMS, RoundSums
+from ..rollouts.staleness import NUM_SUMS, RoundSums, merged
 from ..run.phases import PHASES
 from ..run.topology import Topology
 from ..weights.timings import STAGES
@@ -41,14 +43,12 @@ class RankNumbers:
     @classmethod
     def of(cls, row: list[float]) -> "RankNumbers":
         """Read a row of `NUM_NUMBERS` gathered numbers."""
-        stages_from = len(PHASES)
-        rounds_from = stages_from + len(STAGES)
-        step_from = rounds_from + NUM_SUMS
+        numbers = iter(row)
         return cls(
-            phases=dict(zip(PHASES, row[:stages_from], strict=True)),
-            stages=row[stages_from:rounds_from],
-            rounds=RoundSums(*row[rounds_from:step_from]),
-            step=StepSums(*row[step_from:]),
+            phases={name: next(numbers) for name in PHASES},
+            stages=[next(numbers) for _ in STAGES],
+            rounds=RoundSums(*islice(numbers, NUM_SUMS)),
+            step=StepSums(*numbers),
         )
 
 
@@ -90,7 +90,7 @@ def _phase_metrics(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dic
     for name in PHASES:
         seconds = [rank.phases[name] / steps for rank in ranks]
         metrics |= {
-            f"perf/{name}_s": sum(seconds) / len(seconds),
+            f"perf/{name}_s": fmean(seconds),
             f"perf/{name}_s/min": min(seconds),
             f"perf/{name}_s/max": max(seconds),
             f"perf/{name}_s/slowest_node": float(
@@ -102,23 +102,23 @@ def _phase_metrics(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dic
 
 def _throughput(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dict[str, float]:
     wall, devices = max(rank.step.wall_s for rank in ranks), shape.topology.num_devices
-    tokens = sum(rank.step.tokens for rank in ranks)
-    if not (wall and tokens):  # a trainer whose batches have no masks
+    total = merged([rank.step for rank in ranks], sum)
+    if not (wall and total.tokens):  # a trainer whose batches have no masks
         return {}
-    trained = sum(rank.step.trained_tokens for rank in ranks) / shape.iterations
+    trained = total.trained_tokens / shape.iterations
     metrics = {
-        "perf/tokens_per_s": tokens / wall,
-        "perf/tokens_per_s_per_device": tokens / wall / devices,
+        "perf/tokens_per_s": total.tokens / wall,
+        "perf/tokens_per_s_per_device": total.tokens / wall / devices,
         "perf/valid_tokens_per_device_hour": trained / wall / devices * SECONDS_PER_HOUR,
     }
-    return metrics | _utilization(ranks, tokens, shape)
+    return metrics | _utilization(ranks, total, shape)
 
 
-def _utilization(ranks: list[RankNumbers], tokens: float, shape: RunShape) -> dict[str, float]:
+def _utilization(ranks: list[RankNumbers], total: StepSums, shape: RunShape) -> dict[str, float]:
     train_s = sum(rank.phases["train"] for rank in ranks)
     if shape.flops is None or shape.peak_flops is None or not train_s:
         return {}
-    flops = shape.flops.of(tokens, sum(rank.step.squares for rank in ranks))
+    flops = shape.flops.of(total.tokens, total.squares)
     return {"perf/mfu": flops / (train_s * shape.peak_flops)}
 
 
@@ -135,18 +135,17 @@ def _largest(name: str, values: list[float], topology: Topology | None = None) -
 
 def _node_metrics(ranks: list[RankNumbers], steps: int) -> dict[str, float]:
     """Return the metrics of one node: mean seconds of its ranks per step, its tokens, memory and engines."""
-    metrics = {
-        f"{name}_s": sum(rank.phases[name] for rank in ranks) / len(ranks) / steps
-        for name in PHASES
-    }
-    if tokens := sum(rank.step.tokens for rank in ranks):
-        metrics["tokens"] = tokens / steps
-    gpu = _largest("gib", [rank.step.gpu_gib for rank in ranks])
-    largest = gpu or _largest("gib", [rank.step.host_gib for rank in ranks])
+    metrics = {f"{name}_s": fmean(rank.phases[name] for rank in ranks) / steps for name in PHASES}
+    steps_of_ranks, rounds_of_ranks = [rank.step for rank in ranks], [rank.rounds for rank in ranks]
+    step, rounds = merged(steps_of_ranks, sum), merged(rounds_of_ranks, sum)
+    if step.tokens:
+        metrics["tokens"] = step.tokens / steps
+    gpu = _largest("gib", [each.gpu_gib for each in steps_of_ranks])
+    largest = gpu or _largest("gib", [each.host_gib for each in steps_of_ranks])
     metrics["memory_gib"] = largest["gib/max"]
-    if kv_use := max(rank.rounds.engine_kv_use for rank in ranks):
+    if kv_use := max(each.engine_kv_use for each in rounds_of_ranks):
         metrics["kv_use"] = kv_use
-    if clock_s := sum(rank.rounds.engine_clock_s for rank in ranks):
-        metrics["engine_busy"] = sum(rank.rounds.engine_busy_s for rank in ranks) / clock_s
-        metrics["engine_filled"] = sum(rank.rounds.engine_slot_s for rank in ranks) / clock_s
+    if rounds.engine_clock_s:
+        metrics["engine_busy"] = rounds.engine_busy_s / rounds.engine_clock_s
+        metrics["engine_filled"] = rounds.engine_slot_s / rounds.engine_clock_s
     return metrics

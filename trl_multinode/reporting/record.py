@@ -9,7 +9,6 @@ from typing import Any
 
 from ..node_settings import NodeSettings
 from ..run.reporter import warn
-from ..run.topology import by_node
 from ..run.values import is_secret, plain
 from ..run.versions import local_versions
 from ..wire.line_file import LineFile
@@ -45,8 +44,8 @@ class RunRecord:
                 "model": getattr(getattr(model, "config", None), "_name_or_path", "")
                 or type(model).__name__,
                 "nodes": host.topology.num_nodes,
-                "ranks_per_node": by_node([node.ranks for node in host.topology.nodes]),
-                "engines_per_node": by_node([node.engines for node in host.topology.nodes]),
+                "ranks_per_node": host.topology.ranks_per_node,
+                "engines_per_node": host.topology.engines_per_node,
                 "engine_gpus": [list(gpus) for gpus in host.devices.per_engine if gpus],
                 "versions": local_versions(),
                 **chosen(args),

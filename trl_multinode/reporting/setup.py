@@ -5,7 +5,6 @@ from typing import Any
 from ..node_settings import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, NodeSettings, is_node_mode
 from ..run.preemption import grace_note
 from ..run.reporter import report
-from ..run.topology import by_node
 
 
 def report_choices(args: Any, ours: type, is_ours: bool) -> None:
@@ -51,8 +50,8 @@ def report_start(args: Any, host: Any) -> None:
     by_kind = f"{GPU_SHARE_OF_RESERVED} on a reserved GPU, else {GPU_SHARE_OF_TRAINING}"
     depends = " (rollouts depend on the layout of the run)" if settings.rollout_seed is None else ""
     lines = [
-        f"{topology.num_nodes} node(s) x {by_node([node.ranks for node in topology.nodes])} training ranks, "
-        f"{by_node([node.engines for node in topology.nodes])} engine(s) per node on {where}",
+        f"{topology.num_nodes} node(s) x {topology.ranks_per_node} training ranks, "
+        f"{topology.engines_per_node} engine(s) per node on {where}",
         f"defaults that differ from TRL's: use_vllm={args.use_vllm}, vllm_mode={args.vllm_mode!r}, "
         f"vllm_gpu_memory_utilization={share if share is not None else by_kind}",
         f"rollout_seed={settings.rollout_seed}{depends}",

@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from ..rollouts.generation import NodeGeneration
-from ..rollouts.staleness import StalenessMeter, summarize_rounds
+from ..rollouts.staleness import StalenessMeter, merged, summarize_rounds
 from ..run.reporter import report
 from ..run.splits import StepTimes, split_advice
 from ..weights.timings import SyncTimings, sync_metrics
@@ -159,10 +159,10 @@ class StepReport:
         rows, self._intervals = self._intervals, None
         # one split is no advice for nodes that differ
         if host.topology.rank == 0 and len(set(host.topology.nodes)) == 1:
-            times = StepTimes(*map(fmean, zip(*map(astuple, rows), strict=True)))
-            ahead, in_flight = host.settings.max_staleness > 0, host.settings.in_flight
+            times = merged(rows, fmean)
             shape, count = host.topology.nodes[0], host.topology.num_nodes
-            report(split_advice(times, shape.ranks, shape.reserved, ahead, in_flight, count))
+            staleness = host.settings.max_staleness
+            report(split_advice(times, shape.ranks, shape.reserved, staleness, count))
 
     def _step_times(self, ranks: list[RankNumbers], steps: int) -> StepTimes:
         """Return the slowest rank's seconds per step of an interval."""

@@ -327,7 +327,7 @@ class NodeGeneration:
         # only the connections of the rows in flight have ended, or no agent serves
         updates.find_agents()
         if updates.ahead_engines is not None:
-            updates.ahead_engines.renew_later(range(len(self.engines)))
+            updates.ahead_engines.renew_later(range(len(updates.ahead_engines)))
         time.sleep(0.1)
 
     def _send_weights(self) -> None:

@@ -5,10 +5,10 @@ all are equal (Kong, 1992). The weights are `exp(trainer log-prob - sampler log-
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from ..wire.messages import WeightVersion
 from .monitor import trained_mask
 from .rounds import Rounds
 
+T = TypeVar("T")
 MOST_LOG_WEIGHT = 300.0  # the sum of squares of 10^9 weights stays a number in float64
 
 
@@ -195,6 +196,11 @@ class StalenessMeter:
         return sums
 
 
+def merged(rows: Sequence[T], merge: Callable[[Any], float]) -> T:
+    """Return one row of numbers: each is merged from those of all rows, dataclasses of one kind."""
+    return type(rows[0])(*map(merge, zip(*(vars(row).values() for row in rows), strict=True)))
+
+
 def summarize_rounds(ranks: list[RoundSums], idle_s: list[float]) -> dict[str, float]:
     """Compute the metrics for `Trainer.log`.
 
@@ -204,12 +210,12 @@ def summarize_rounds(ranks: list[RoundSums], idle_s: list[float]) -> dict[str, f
         idle_s (`list[float]` of shape `(world_size,)`):
             Seconds in which a rank waited for completions or for other ranks before a sync.
     """
-    total = RoundSums(*map(sum, zip(*map(astuple, ranks), strict=True)))
+    total = merged(ranks, sum)
     metrics = _time_shares(total, idle_s)
     for name, (part, whole) in RATIOS.items():
         if getattr(total, whole):
             metrics[name] = getattr(total, part) / getattr(total, whole)
-    largest = RoundSums(*map(max, zip(*map(astuple, ranks), strict=True)))
+    largest = merged(ranks, max)
     if largest.engine_kv_use:
         metrics["engine/kv_use"] = largest.engine_kv_use
     if total.rounds:

@@ -8,26 +8,27 @@ from contextlib import suppress
 import psutil
 
 from .store import RunStore
-from .topology import Topology
 
 # as gloo and NCCL write it, before the port
 ADDRESS = re.compile(r"\[?\b((?:\d{1,3}\.){3}\d{1,3})\]?(?=[:<]\d)")
 
 
-def register(store: RunStore, topology: Topology) -> None:
+def register(store: RunStore) -> None:
     """Write this node's addresses for the other nodes. Local main processes call it."""
+    topology = store.topology
     if topology.is_local_main and topology.num_nodes > 1:
         store.lend(
             lambda client: client.set(f"address/{topology.node}", json.dumps(own_addresses()))
         )
 
 
-def with_nodes(text: str, store: RunStore, topology: Topology) -> str:
+def with_nodes(text: str, store: RunStore) -> str:
     """Return a text with the node of each address in it, if only one node has this address."""
-    if topology.num_nodes == 1 or not ADDRESS.search(text):
+    num_nodes = store.topology.num_nodes
+    if num_nodes == 1 or not ADDRESS.search(text):
         return text
     nodes: dict[str, set[int]] = {}
-    for node in range(topology.num_nodes):
+    for node in range(num_nodes):
         for address in _addresses_of(node, store):
             nodes.setdefault(address, set()).add(node)
 

@@ -31,7 +31,7 @@ def begin_run(
         `ConfigurationError` or `OSError`: if the folder cannot be written on this node, or belongs to another run.
     """
     topology = watch.topology
-    watch.of_process.start_limit_s = start_timeout_s
+    watch.of_process.arrivals.limit_s = start_timeout_s
     if topology.is_local_main:
         check_writable(folder, topology.node)
         watch.ending.begin(folder)

@@ -6,6 +6,7 @@ safetensors in Rust's words. So the file systems to which a run writes are looke
 
 import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -102,12 +103,11 @@ def _free(path: Path) -> int | None:
     """Return the bytes that are free for this user at the path or above it; `None` if that is unknown."""
     for place in (path, *path.absolute().parents):
         try:
-            found = os.statvfs(place)
+            return shutil.disk_usage(place).free
         except FileNotFoundError:
             continue
         except OSError:
             return None
-        return found.f_bavail * found.f_frsize
     return None
 
 

@@ -5,12 +5,12 @@ the digests differ, the facts are split into parts by their names, and the meeti
 until they are single facts; their values travel in a last one.
 """
 
-import base64
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote, unquote
 
 from .meeting import Meeting
 from .topology import Topology
@@ -53,6 +53,7 @@ class Facts:
     """
 
     def __init__(self, topology: Topology):
+        self.topology = topology
         self.scopes = ("all/", f"node{topology.node}/")
         self.texts: dict[tuple[str, str], str] = {}  # scope, name -> text
 
@@ -77,15 +78,13 @@ class Facts:
         return digest_of(json.dumps(self.part(prefix))) if prefix.startswith(self.scopes) else ""
 
 
-def disagreements(meeting: Meeting, topology: Topology, facts: Facts) -> list[Disagreement]:
+def disagreements(meeting: Meeting, facts: Facts) -> list[Disagreement]:
     """
     Compare the facts of all ranks. Every rank calls it, and gets the same answer.
 
     Args:
         meeting ([`Meeting`]):
             Meeting of all ranks.
-        topology (`Topology`):
-            Topology of this rank.
         facts ([`Facts`]):
             Facts of this rank.
 
@@ -99,7 +98,7 @@ def disagreements(meeting: Meeting, topology: Topology, facts: Facts) -> list[Di
             return []
         # all sets have prefixes of one length
         if len(differing[0].partition("/")[2]) == NAME_DIGITS:
-            return _values(meeting, topology, facts, differing)
+            return _values(meeting, facts, differing)
         sets = [one + digit for one in differing for digit in "0123456789abcdef"]
 
 
@@ -112,20 +111,16 @@ def _differing(words: Iterable[str]) -> list[str]:
     return sorted(one for one, found in digests.items() if len(found) > 1)[:MOST_SETS]
 
 
-def _values(
-    meeting: Meeting, topology: Topology, facts: Facts, sets: Sequence[str]
-) -> list[Disagreement]:
-    mine = []
+def _values(meeting: Meeting, facts: Facts, sets: Sequence[str]) -> list[Disagreement]:
+    mine, topology = [], facts.topology
     for one in sets:
         if one.startswith(facts.scopes):
             name, text = next(iter(facts.part(one)), ("", ABSENT))
             # values are told apart, and a secret is neither sent nor shown
             value = f"(hidden, {digest_of(text)[:4]})" if is_secret(name, text) else shown(text)
             mine.append([one, topology.rank, topology.node, name, value])
-    words = meeting.wait(
-        " ".join(base64.b64encode(json.dumps(value).encode()).decode() for value in mine)
-    )
-    entries = sorted(json.loads(base64.b64decode(word)) for word in words)
+    words = meeting.wait(" ".join(quote(json.dumps(value)) for value in mine))
+    entries = sorted(json.loads(unquote(word)) for word in words)
     names = {where: name for where, *_, name, _ in entries if name}
     nodes = {rank: node for _, rank, node, *_ in entries}
     values: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))

@@ -154,7 +154,7 @@ class OutputOwner:
             "count": self._count,
         }  # fmt: skip
         with suppress(OSError):  # a full disk; the lock still holds
-            write_whole(self._file, json.dumps(content) + "\n")
+            write_whole(self._file, content)
 
     def _is_mine(self, content: dict[str, Any] | None) -> bool:
         return content is None or content.get("token") == self._token

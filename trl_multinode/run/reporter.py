@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import IO
+from functools import partial
 
 # longest wait for an output that takes nothing: Ctrl-S, a pager or `tee` that was stopped, a hung disk
 BLOCKED_S = 5.0
@@ -31,7 +31,8 @@ def report(text: object, error: bool = False) -> None:
         error (`bool`, *optional*, defaults to `False`):
             Print to stderr.
     """
-    _print(f"[trl_multinode] {text}", sys.stderr if error else sys.stdout)
+    to = sys.stderr if error else sys.stdout
+    _print(partial(print, f"[trl_multinode] {text}", file=to, flush=True))
 
 
 def show(text: str, write: Callable[[str], object] | None = None) -> None:
@@ -43,14 +44,14 @@ def show(text: str, write: Callable[[str], object] | None = None) -> None:
         write (`Callable[[str], object]`, *optional*):
             Function that prints above a progress bar.
     """
-    _print(text, sys.stdout if write is None else write)
+    _print(partial(write or partial(print, file=sys.stdout, flush=True), text))
 
 
 class Printer:
     """Thread that prints, so that an output which blocks holds up no caller: not a heartbeat, nor the end of a run."""
 
     def __init__(self) -> None:
-        self._lines: queue.Queue[tuple[Callable[[], None], threading.Event]] = queue.Queue(
+        self._lines: queue.Queue[tuple[Callable[[], object], threading.Event]] = queue.Queue(
             MAX_WAITING
         )
         self._blocked = False
@@ -66,7 +67,7 @@ class Printer:
             self._blocked = False
             written.set()
 
-    def print(self, write: Callable[[], None]) -> None:
+    def print(self, write: Callable[[], object]) -> None:
         """Call `write`, and wait until it has returned, unless the output blocks."""
         written = threading.Event()
         try:
@@ -90,14 +91,10 @@ def _forget_printer() -> None:
 os.register_at_fork(after_in_child=_forget_printer)
 
 
-def _print(text: str, to: IO[str] | Callable[[str], object]) -> None:
+def _print(write: Callable[[], object]) -> None:
     """Print a line. One that cannot be written is dropped with one warning: no run ends for want of a log."""
     global _last_line, _printer
     _last_line = time.monotonic()
-
-    def write() -> None:
-        to(text) if callable(to) else print(text, file=to, flush=True)
-
     try:
         with _starting:
             _printer = _printer or Printer()

@@ -38,40 +38,37 @@ def split_advice(
     times: StepTimes,
     training: int,
     reserved: int,
-    ahead: bool = False,
-    in_flight: bool = False,
+    max_staleness: int = 0,
     nodes: int = 1,
 ) -> str:
     """Recommend a split of a node's GPUs, or nodes that only generate, from measured seconds.
 
     With g seconds of generation on the engines of a split and t seconds of training, a step takes g + t, or the longer
-    of both if ahead.
+    of both if engines generate while the ranks train. From a staleness of 2 on, completions continue across syncs.
 
     Args:
         times ([`StepTimes`]):
             Measured seconds with the present split.
         training (`int`), reserved (`int`):
             Current number of training and of reserved GPUs per node.
-        ahead (`bool`, *optional*, defaults to `False`):
-            `True` if the engines generate while the ranks train (`max_staleness=1`, or rounds in flight).
-        in_flight (`bool`, *optional*, defaults to `False`):
-            `True` if completions continue across weight syncs (`max_staleness=2` or more).
+        max_staleness (`int`, *optional*, defaults to 0):
+            Rounds that are begun while a round trains.
         nodes (`int`, *optional*, defaults to 1):
             Nodes of the run. The pull of nodes that only generate is left out.
     """
     total = training + reserved
 
-    def step_s(engines: float, ahead: bool, in_flight: bool) -> float:
-        generate = times.in_flight if in_flight else times.drained
+    def step_s(engines: float, staleness: int) -> float:
+        generate = times.in_flight if staleness > 1 else times.drained
         parts = generate(engines / reserved), times.train_s * training / (total - engines)
-        return max(parts) if ahead else sum(parts)
+        return max(parts) if staleness else sum(parts)
 
     splits = range(1, total)
-    at = {engines: step_s(engines, ahead, in_flight) for engines in splits}
+    at = {engines: step_s(engines, max_staleness) for engines in splits}
     best = min(splits, key=at.__getitem__)
     # the engines of `count` whole nodes, shared by all nodes
-    pools = {count: step_s(total * count / nodes, ahead, in_flight) for count in range(1, nodes)}
-    how = "beside" if ahead else "and"
+    pools = {count: step_s(total * count / nodes, max_staleness) for count in range(1, nodes)}
+    how = "beside" if max_staleness else "and"
     line = f"Split: {training}+{reserved} takes {at[reserved]:.1f} s of generation {how} training per step"
     if at[best] > 0.95 * at[reserved]:
         line += ", which is the best or within 5 % of it"
@@ -83,9 +80,9 @@ def split_advice(
         line += f"about {pools[count]:.1f} s"
     colocated = times.drained(total / reserved) + times.train_s * training / total
     line += f"; colocation on all {total} would take about {colocated:.1f} s if it fits in memory."
-    if in_flight or times.tail_s <= SMALL_TAIL * at[reserved]:
+    if max_staleness > 1 or times.tail_s <= SMALL_TAIL * at[reserved]:
         return line
-    in_flight_at = {engines: step_s(engines, True, True) for engines in splits}
+    in_flight_at = {engines: step_s(engines, 3) for engines in splits}
     best = min(splits, key=in_flight_at.__getitem__)
     other = "" if best == reserved else f", {total - best}+{best} about {in_flight_at[best]:.1f} s"
     return (

@@ -99,13 +99,13 @@ class RunStore:
     """
 
     def __init__(self, topology: Topology, store: Store):
-        self._topology = topology
+        self.topology = topology
         self._store = store
         self._is_given_up = False
 
     def of_trainer(self, run: int) -> "RunStore":
         """Return the keys of a trainer, through the client of this object."""
-        return RunStore(self._topology, prefixed(str(run), self._store))
+        return RunStore(self.topology, prefixed(str(run), self._store))
 
     def lend(self, use: Callable[[Store], T]) -> T | None:
         """Call `use` with this thread's client, and return what it returns.
@@ -121,7 +121,7 @@ class RunStore:
     @property
     def alone(self) -> bool:
         """Return whether the run is a single process, which waits for no other rank."""
-        return self._topology.world_size == 1
+        return self.topology.world_size == 1
 
     def give_up(self) -> None:
         """Stop using the store, because it does not respond. Calls that have begun go on."""
@@ -151,18 +151,16 @@ class RunStore:
 
     def wait_for_readers(self) -> None:
         """Wait until all ranks have read the line, `GRACE_S` at most, because the store ends with its host."""
-        if self.alone or self._is_given_up:
-            return
-        deadline, store = time.monotonic() + GRACE_S, self._store
-        try:
+        deadline, world_size = time.monotonic() + GRACE_S, self.topology.world_size
+
+        def wait(store: Store) -> None:
             store.add("readers", 1)
-            while (
-                time.monotonic() < deadline and store.add("readers", 0) < self._topology.world_size
-            ):
+            while time.monotonic() < deadline and store.add("readers", 0) < world_size:
                 time.sleep(0.1)
             time.sleep(0.3)  # keep the store alive until the last reader has seen the full count
-        except RuntimeError:
-            pass
+
+        if not self.alone:
+            self.lend(wait)
 
     def count_as_reader(self, rank: int) -> None:
         """Count a rank that is dead as a reader, so that no rank waits for it. The neighbours of its node call it."""
@@ -176,14 +174,16 @@ class RunStore:
     def open_trainer(self, number: int) -> str | None:
         """Note that this rank has a trainer; return a rank whose script has ended without one of this number."""
         store = self._store
-        store.delete_key(f"left/{self._topology.rank}")
+        store.delete_key(f"left/{self.topology.rank}")
         store.add(f"opened/{number}", 1)
-        gone = next((key for n in range(number + 1) if store.check([key := f"gone/{n}"])), None)
-        return store.get(gone).decode() if gone is not None else None
+        for gone in [f"gone/{n}" for n in range(number + 1)]:
+            if store.check([gone]):
+                return store.get(gone).decode()
+        return None
 
     def leave(self, how: str) -> None:
         """Note that this rank has no open trainer (`closed`), or that its script has ended well (`ended`)."""
-        key = f"left/{self._topology.rank}"
+        key = f"left/{self.topology.rank}"
 
         def leave(store: Store) -> None:
             store.set(key, how)
@@ -196,7 +196,7 @@ class RunStore:
         """Note that this script ends well after `number` trainers; return whether another rank has built one more."""
 
         def leave(store: Store) -> int:
-            store.set(f"gone/{number}", str(self._topology.rank))
+            store.set(f"gone/{number}", str(self.topology.rank))
             return store.add(f"opened/{number}", 0)
 
         return bool(self.lend(leave))
@@ -209,12 +209,8 @@ class RunStore:
 
     def is_first(self, key: str) -> bool:
         """Return whether no other rank of this node has called this with `key`, also if the store does not respond."""
-        count = self.lend(lambda store: store.add(f"warned/{self._topology.node}/{key}", 1))
+        count = self.lend(lambda store: store.add(f"warned/{self.topology.node}/{key}", 1))
         return count is None or count == 1
-
-    def all_finished(self) -> bool:
-        """Return `True` if every rank has finished; another rank of the node may then have exited normally."""
-        return self.all_have("done")
 
     def count(self, counter: str) -> None:
         """Add 1 to a counter of ranks."""
@@ -223,7 +219,7 @@ class RunStore:
     def all_have(self, counter: str) -> bool:
         """Return whether every rank has added 1 to a counter."""
         count = self.lend(lambda store: store.add(counter, 0)) or 0
-        return count >= self._topology.world_size
+        return count >= self.topology.world_size
 
     def wait_for_all(self, stopped: threading.Event, look: Callable[[], None]) -> None:
         """Wait until every rank of the run has finished. If a rank fails, the watch thread ends the wait.
@@ -240,7 +236,7 @@ class RunStore:
         store = self._store
         try:
             store.add("done", 1)
-            while (done := store.add("done", 0)) < self._topology.world_size:
+            while (done := store.add("done", 0)) < self.topology.world_size:
                 time.sleep(0.2)
                 if time.monotonic() - looked > MISSED_EVERY_S:
                     looked = time.monotonic()
@@ -248,9 +244,9 @@ class RunStore:
                 if time.monotonic() - reported > PROGRESS_EVERY_S:
                     reported = time.monotonic()
                     report(
-                        f"{self._topology}: {done} of {self._topology.world_size} ranks have finished"
+                        f"{self.topology}: {done} of {self.topology.world_size} ranks have finished"
                     )
-            if self._topology.node == 0:
+            if self.topology.node == 0:
                 time.sleep(LINGER_S)
         except RuntimeError:
             # the store ended too early; else the watch thread ends this process

@@ -19,14 +19,6 @@ class NodeShape:
     # GPUs of the engines, none if one is a training GPU; on a CPU each engine is one device
     reserved: int = 1
 
-    @classmethod
-    def parse(cls, text: str) -> "NodeShape":
-        """Return the shape that `str` has written."""
-        return cls(*map(int, text.split()))
-
-    def __str__(self) -> str:
-        return f"{self.ranks} {self.engines} {self.reserved}"
-
 
 @dataclass(frozen=True)
 class Topology:
@@ -36,8 +28,6 @@ class Topology:
         nodes (`list[NodeShape]`):
             Shape of each node. The ranks compare them before a model loads (`must_agree.py`); until then all nodes are
             assumed to be like this one.
-        first_ranks (`list[int]`):
-            First global rank of each node: the only map between nodes and ranks.
     """
 
     rank: int  # 0..world_size-1, over all nodes
@@ -48,7 +38,6 @@ class Topology:
     num_nodes: int
     launched: bool  # by torchrun or accelerate; the parent process is then the launcher
     nodes: list[NodeShape] = field(default_factory=list, init=False, compare=False, repr=False)
-    first_ranks: list[int] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self.assume(NodeShape(self.local_world_size))
@@ -76,7 +65,7 @@ class Topology:
 
     def assume(self, shape: NodeShape) -> None:
         """Assume that every node has the shape of this one."""
-        self._set([shape] * self.num_nodes)
+        self.nodes[:] = [shape] * self.num_nodes
 
     def learn(self, shapes: Mapping[int, NodeShape]) -> None:
         """Set the shape of every node, from that of the node of each rank."""
@@ -85,11 +74,22 @@ class Topology:
         while first < self.world_size:
             nodes.append(shapes[first])
             first += shapes[first].ranks
-        self._set(nodes)
-
-    def _set(self, nodes: list[NodeShape]) -> None:
         self.nodes[:] = nodes
-        self.first_ranks[:] = [0, *accumulate(node.ranks for node in nodes[:-1])]
+
+    @property
+    def first_ranks(self) -> list[int]:
+        """First global rank of each node: the only map between nodes and ranks."""
+        return [0, *accumulate(node.ranks for node in self.nodes[:-1])]
+
+    @property
+    def ranks_per_node(self) -> str:
+        """Number of ranks of each node as text."""
+        return by_node([node.ranks for node in self.nodes])
+
+    @property
+    def engines_per_node(self) -> str:
+        """Number of engines of each node as text."""
+        return by_node([node.engines for node in self.nodes])
 
     @property
     def shares_engines(self) -> bool:

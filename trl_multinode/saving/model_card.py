@@ -37,10 +37,9 @@ def run_section(topology: Topology, devices: EngineDevices, log_history: Sequenc
         log_history (`Sequence[dict]`):
             `trainer.state.log_history`.
     """
-    ranks = [node.ranks for node in topology.nodes]
     rows = {
         "Nodes": str(topology.num_nodes),
-        "Training ranks": f"{topology.world_size} ({by_node(ranks)} per node)",
+        "Training ranks": f"{topology.world_size} ({topology.ranks_per_node} per node)",
         **device_rows(topology, devices),
         "Throughput": throughput(log_history, topology.num_devices),
     }
@@ -55,19 +54,18 @@ def run_section(topology: Topology, devices: EngineDevices, log_history: Sequenc
 
 def device_rows(topology: Topology, devices: EngineDevices) -> dict[str, str]:
     """Return the rows of the model card's table that describe devices and engines."""
-    per_node = [node.engines for node in topology.nodes]
-    engines = f"{sum(per_node)} ({by_node(per_node)} per node)"
+    num_engines = sum(node.engines for node in topology.nodes)
+    engines = f"{num_engines} ({topology.engines_per_node} per node)"
     if devices.sender is None:
         return {
             "Devices": "CPU only: no GPU trained, none was reserved",
             "vLLM engines": f"{engines}, on the CPU",
         }
     kind = torch.cuda.get_device_name()
-    ranks = by_node([node.ranks for node in topology.nodes])
     reserved = [node.reserved for node in topology.nodes]
     shared = "; engines use training GPUs" if devices.shared_with_training else ""
     return {
-        "Training GPUs": f"{topology.world_size} ({ranks} per node, {kind})",
+        "Training GPUs": f"{topology.world_size} ({topology.ranks_per_node} per node, {kind})",
         "Reserved GPUs": f"{sum(reserved)} ({by_node(reserved)} per node{shared})",
         "vLLM engines": engines,
     }

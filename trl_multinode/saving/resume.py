@@ -242,8 +242,11 @@ class Resume:
     @property
     def _keeps_a_round(self) -> bool:
         """Return whether a round of single completions runs ahead; whole rollouts are made again after a resume."""
-        is_ahead = self._trainer.vllm_generation.rounds is not None
-        return is_ahead and getattr(self._trainer, "_recorder", None) is None
+        return self._trainer.vllm_generation.rounds is not None and not self._has_whole_rollouts
+
+    @property
+    def _has_whole_rollouts(self) -> bool:
+        return getattr(self._trainer, "_recorder", None) is not None
 
     def _inside_block(self) -> bool:
         return self._trainer._step % self._trainer.steps_per_round != 0
@@ -260,11 +263,7 @@ class Resume:
         ]
         sizes = [self._accelerator.num_processes, *per_rank, args.gradient_accumulation_steps]
         # open groups of whole rollouts have neither prompts nor rows that single completions could go on from
-        return (
-            [*sizes, 1]
-            if self._in_flight and getattr(self._trainer, "_recorder", None) is not None
-            else sizes
-        )
+        return [*sizes, 1] if self._in_flight and self._has_whole_rollouts else sizes
 
 
 def num_batches(loader: Any) -> int | None:

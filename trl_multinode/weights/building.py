@@ -1,5 +1,6 @@
 """Choice of the weights that a sync sends, with the reason, and construction of the sync."""
 
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,8 @@ from ..run.memory import obstacle_to_slots
 from ..run.topology import Topology
 from .buckets import slot_layout
 from .gathering import ShardGather
-from .peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
-from .source import ModuleSource
+from .peft_source import AdapterSource, PeftSource, adapter_obstacles, lora_rank
+from .source import ModuleSource, WeightSource
 from .sync import WeightSync
 from .transport import Transport
 from .tying import check_tied_head
@@ -55,7 +56,7 @@ def plan_sync(
     check_tied_head(base)
     if lora_sync == "merged":
         return SyncPlan(PeftSource)
-    obstacle = adapter_obstacle(base, dtype, on_gpu)
+    obstacle = next(adapter_obstacles(base, dtype, on_gpu), None)
     return (
         SyncPlan(AdapterSource, lora_rank(base))
         if obstacle is None
@@ -82,14 +83,7 @@ def merged(obstacle: str, lora_sync: str) -> SyncPlan:
     return SyncPlan(PeftSource, reason=reason)
 
 
-def reserve_slots(
-    plan: SyncPlan,
-    base: nn.Module,
-    dtype: torch.dtype,
-    gather: ShardGather,
-    bucket_bytes: int,
-    transport: Transport,
-) -> str | None:
+def reserve_slots(source: WeightSource, bucket_bytes: int, transport: Transport) -> str | None:
     """Reserve the memory of the slots before the engines are ready. Local main process only, and no collective.
 
     If `transport.staged`, every bucket gets a slot of its own; if the node has no memory for that, two slots are
@@ -101,9 +95,7 @@ def reserve_slots(
     Raises:
         `WeightSyncError`: if the node has too little shared memory; the message names the largest tensor and the cure.
     """
-    layouts = [
-        slot_layout(bucket) for bucket in plan.source(base, dtype, gather).buckets(bucket_bytes)
-    ]
+    layouts = [slot_layout(bucket) for bucket in source.buckets(bucket_bytes)]
     reason = None
     if transport.staged:
         try:
@@ -142,10 +134,7 @@ def checked_with_engines(
 
 
 def build_sync(
-    plan: SyncPlan,
-    base: nn.Module,
-    dtype: torch.dtype,
-    gather: ShardGather,
+    source: WeightSource,
     engines: EngineGroup | None,
     bucket_bytes: int,
     transport: Transport,
@@ -156,8 +145,9 @@ def build_sync(
     Raises:
         `ConfigurationError`: if the ranks would send different tensors.
     """
-    sync = WeightSync(plan.source(base, dtype, gather), engines, bucket_bytes, transport)
-    lowest, highest = gather.extremes(sync.plan_crc)
+    sync = WeightSync(source, engines, bucket_bytes, transport)
+    # equal on two ranks that would gather the same tensors in the same buckets
+    lowest, highest = source.gather.extremes(zlib.crc32(repr(sync.buckets).encode()))
     if lowest != highest:
         raise ConfigurationError(
             "the ranks would send different weights (names, shapes or dtypes differ), so their models are "

@@ -9,7 +9,6 @@ intervals, without packing.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,41 +21,17 @@ MIN_PADDING_BYTES = 32 << 20
 MIN_PADDING_SHARE = 0.25  # of the tensor
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Cut of a flattened tensor into one piece per rank, in rank order; the last pieces may be short or empty.
+def all_of(pieces: int, elements: int) -> TensorRange:
+    """Return the range that is a whole tensor, which is cut into pieces of so many elements, padding included."""
+    return TensorRange(pieces, elements, 0, elements)
 
-    Args:
-        numel (`int`):
-            Number of elements of the tensor.
-        elements (`int`):
-            Number of elements of a piece, padding included.
-        world (`int`):
-            Number of ranks.
-    """
 
-    numel: int
-    elements: int
-    world: int
-
-    @property
-    def padding(self) -> int:
-        """Number of elements that equal parts of all ranks have more than the tensor."""
-        return self.world * self.elements - self.numel
-
-    def even(self) -> "Cut":
-        """Return the cut with the least padding."""
-        return Cut(self.numel, math.ceil(self.numel / self.world), self.world)
-
-    def whole(self) -> TensorRange:
-        """Return the range that is the whole tensor."""
-        return TensorRange(self.world, self.elements, 0, self.elements)
-
-    def for_sending(self, itemsize: int) -> "Cut":
-        """Return the even cut if it saves enough to be worth a collective, otherwise this one."""
-        saved = self.padding - self.even().padding
-        worth = saved * itemsize >= MIN_PADDING_BYTES and saved >= MIN_PADDING_SHARE * self.numel
-        return self.even() if worth else self
+def evened(cut: TensorRange, numel: int, itemsize: int) -> TensorRange:
+    """Return the even cut of a tensor of `numel` elements if it saves enough to be worth a collective, else `cut`."""
+    even = all_of(cut.pieces, math.ceil(numel / cut.pieces))
+    saved = cut.pieces * (cut.elements - even.elements)
+    worth = saved * itemsize >= MIN_PADDING_BYTES and saved >= MIN_PADDING_SHARE * numel
+    return even if worth else cut
 
 
 def overlaps(interval: tuple[int, int], others: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -69,22 +44,24 @@ def overlaps(interval: tuple[int, int], others: Sequence[tuple[int, int]]) -> li
     return parts
 
 
-def pass_on(data: torch.Tensor, old: Cut, part: TensorRange, into: torch.Tensor) -> None:
+def pass_on(
+    data: torch.Tensor, numel: int, cut: TensorRange, part: TensorRange, into: torch.Tensor
+) -> None:
     """Fill `into` with this rank's part of a range of a tensor that is cut otherwise. A collective of all ranks.
 
     Args:
         data (`torch.Tensor`):
-            This rank's piece of the old cut, without padding.
-        old (`Cut`):
-            Cut of the tensor.
+            This rank's piece of the tensor as it is cut, without padding.
+        numel (`int`), cut (`TensorRange`):
+            Number of elements of the tensor, and its cut.
         part (`TensorRange`):
-            Range to send, which has a piece per rank; of a whole cut, all its elements.
+            Range to send, of other pieces, one per rank; it may be the whole tensor.
         into (`torch.Tensor`):
             Memory for this rank's part of the range; its padding is left as it is.
     """
     rank = dist.get_rank()
-    pieces = part.intervals(old.numel)
-    old_pieces = old.whole().intervals(old.numel)
+    pieces = part.intervals(numel)
+    old_pieces = cut.intervals(numel)
     first, _ = own = old_pieces[rank]
     sent = [data[start - first : end - first] for start, end in overlaps(own, pieces)]
     received = [(end - start) * into.itemsize for start, end in overlaps(pieces[rank], old_pieces)]

@@ -15,6 +15,8 @@ from torch import nn
 from ..errors import WeightsNotFiniteError
 from .shards import has_own_part, own_part
 
+# Name, tensor (sharded or not) and the dtype that must be able to hold its values
+Weight = tuple[str, torch.Tensor, torch.dtype]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # those that `aminmax` takes
 NOT_FINITE = (
     "The cause is in the optimizer steps before: look at loss, grad_norm and rewards. Resume from the last checkpoint "
@@ -25,7 +27,7 @@ TOO_LARGE = "They are finite, but too large for the engine: set `engine_kwargs={
 
 
 def check_finite(
-    weights: Iterable[tuple[str, torch.Tensor, torch.dtype]],
+    weights: Iterable[Weight],
     where: str,
     step: int,
     sends_whole: bool,
@@ -33,7 +35,7 @@ def check_finite(
     """Check this rank's own part of the weights.
 
     Args:
-        weights (`Iterable[tuple[str, torch.Tensor, torch.dtype]]`):
+        weights (`Iterable[Weight]`):
             Name, tensor (sharded or not) and the dtype that must be able to hold its values.
         where (`str`):
             Node and rank, for the message.
@@ -53,12 +55,18 @@ def check_finite(
             group, values[::2], values[1::2], strict=True
         ):
             is_finite = -limit <= low and high <= limit  # false of NaN
-            if not is_finite:
-                raise _error(f"{where}: {name}", low, high, dtype, step)
+            if is_finite:
+                continue
+            cure = TOO_LARGE if math.isfinite(low) and math.isfinite(high) else NOT_FINITE
+            raise WeightsNotFiniteError(
+                f"{where}: {name} has values from {low:g} to {high:g} after optimizer step {step}, expected finite "
+                f"{str(dtype).removeprefix('torch.')} values. No engine loads these weights, and no checkpoint or "
+                f"push contains them. {cure}"
+            )
 
 
 def _groups(
-    weights: Iterable[tuple[str, torch.Tensor, torch.dtype]], sends_whole: bool
+    weights: Iterable[Weight], sends_whole: bool
 ) -> Iterable[list[tuple[str, torch.Tensor, torch.dtype, float]]]:
     """Return name, own part, dtype and largest value of each tensor to check, by the part's device and dtype."""
     groups: dict[Any, list[tuple[str, torch.Tensor, torch.dtype, float]]] = {}
@@ -69,17 +77,6 @@ def _groups(
             limit = torch.finfo(dtype).max if isinstance(tensor, nn.Parameter) else torch.inf
             groups.setdefault((part.device, part.dtype), []).append((name, part, dtype, limit))
     return groups.values()
-
-
-def _error(
-    what: str, low: float, high: float, dtype: torch.dtype, step: int
-) -> WeightsNotFiniteError:
-    cure = TOO_LARGE if math.isfinite(low) and math.isfinite(high) else NOT_FINITE
-    return WeightsNotFiniteError(
-        f"{what} has values from {low:g} to {high:g} after optimizer step {step}, expected "
-        f"finite {str(dtype).removeprefix('torch.')} values. No engine loads these weights, and no "
-        f"checkpoint or push contains them. {cure}"
-    )
 
 
 def unchecked(model: nn.Module) -> str | None:

@@ -16,7 +16,7 @@ Before both steps, `even_pieces.py` spreads tensors of few rows that FSDP2 shard
 """
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from ..transports.pieces import Pieces
-from .even_pieces import Cut, pass_on
+from ..wire.messages import TensorRange
+from .even_pieces import pass_on
 from .shards import Shard
 
 PIECE_ALIGNMENT = (
@@ -40,19 +41,24 @@ class ShardGather:
             Device that the process group's backend sends from; shards in host memory are copied to it first.
         nodes (`Sequence[int]`, *optional*):
             Number of training ranks of each node. Default: each rank is a node.
+
+    Attributes:
+        place (`str`):
+            Node and rank, for a message.
     """
 
     def __init__(self, device: torch.device, nodes: Sequence[int] = ()):
         self.buffers = Buffers(device)
         self.across = self.within = 0  # collectives so far, across nodes and within a node
-        distributed = dist.is_available() and dist.is_initialized()
-        self.world: int = dist.get_world_size() if distributed else 1
-        self._rank: int = dist.get_rank() if distributed else 0
-        counts = list(nodes) if nodes and distributed else [1] * self.world
+        rank, self.world = 0, 1
+        if dist.is_initialized():
+            rank, self.world = dist.get_rank(), dist.get_world_size()
+        counts = list(nodes) or [1] * self.world
         starts = [0, *accumulate(counts)]
-        self._node = bisect(starts, self._rank) - 1
-        self._first, self.ranks = starts[self._node], counts[self._node]
-        self.local_rank = self._rank - self._first
+        node = bisect(starts, rank) - 1
+        self.place = f"node {node}, rank {rank}"
+        self._first, self.ranks = starts[node], counts[node]
+        self.local_rank = rank - self._first
         self._nodes, largest = len(counts), max(counts)
         # ranks of each node that all-gather, and the pieces of each: those of the node with the most ranks
         self._crossing = min(counts)
@@ -81,11 +87,6 @@ class ShardGather:
     def num_carried(self) -> int:
         """Number of pieces that this rank sends across nodes; 1 if another rank of its node sends its piece."""
         return self._carried[self.local_rank] if self.local_rank < self._crossing else 1
-
-    @property
-    def place(self) -> str:
-        """Node and rank, for a message."""
-        return f"node {self._node}, rank {self._rank}"
 
     @property
     def is_local_main(self) -> bool:
@@ -151,15 +152,10 @@ class ShardGather:
         self.within += 1
         group = self.local_rank % self._crossing
         if self.local_rank != group:
-            _exchange([dist.P2POp(dist.isend, pieces[0], self._first + group, self._within)])
+            self._exchange(dist.isend, [(pieces[0], group)])
             return
         others = range(group + self._crossing, self.ranks, self._crossing)
-        _exchange(
-            [
-                dist.P2POp(dist.irecv, pieces[turn], self._first + local, self._within)
-                for turn, local in enumerate(others, 1)
-            ]
-        )
+        self._exchange(dist.irecv, list(zip(pieces[1:], others, strict=False)))
 
     def collect(self, peers: torch.Tensor, holder: int) -> torch.Tensor | None:
         """Return the pieces of all ranks, `(nodes, ranks of a node, size)`, on local rank `holder`; `None` elsewhere.
@@ -172,20 +168,15 @@ class ShardGather:
         self.within += 1
         if self.local_rank != holder:
             if len(peers):
-                _exchange([dist.P2POp(dist.isend, peers, self._first + holder, self._within)])
+                self._exchange(dist.isend, [(peers, holder)])
             return None
         size = peers.shape[1]
         rows = [self._nodes * carried for carried in self._carried]
         name = "every" if self._order is None else "received"
         every = self.buffers.take(name, sum(rows) * size).view(-1, size)
         groups = every.split(rows)
-        _exchange(
-            [
-                dist.P2POp(dist.irecv, pieces, self._first + local, self._within)
-                for local, pieces in enumerate(groups)
-                if local != holder
-            ]
-        )
+        others = [(pieces, local) for local, pieces in enumerate(groups) if local != holder]
+        self._exchange(dist.irecv, others)
         if holder < self._crossing:
             groups[holder].copy_(peers)
         if self._order is None:
@@ -194,6 +185,14 @@ class ShardGather:
         torch.index_select(every, 0, self._order, out=ordered)
         self.buffers.give_back("received", every)
         return ordered.unsqueeze(0)
+
+    def _exchange(self, operation: Callable, parts: list[tuple[torch.Tensor, int]]) -> None:
+        """Send or receive parts, each to or from a local rank of this node, and wait for them."""
+        operations = [
+            dist.P2POp(operation, part, self._first + local, self._within) for part, local in parts
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
 
     def meet(self, *values: int) -> list[int]:
         """Return the local main process's `values`, once all ranks of the node call this with as many."""
@@ -207,11 +206,6 @@ class ShardGather:
         """Free the memory that buckets reuse, and count from zero."""
         self.across = self.within = 0
         self.buffers.clear()
-
-
-def _exchange(operations: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
 
 
 class Gathering:
@@ -239,13 +233,13 @@ class Gathering:
     ):
         self._gather = gather
         self._holder = holder
-        # each shard with the dtype and the cut in which it is sent, and its bytes in a rank's buffer
-        self._parts: list[tuple[Shard, torch.dtype, Cut, slice]] = []
+        # each shard with the dtype and the pieces in which it is sent, and its bytes in a rank's buffer
+        self._parts: list[tuple[Shard, torch.dtype, TensorRange, slice]] = []
         size = 0
         for shard, dtype in zip(shards, dtypes, strict=True):
-            cut = shard.cut(gather.world).for_sending(dtype.itemsize)
-            end = size + cut.elements * dtype.itemsize
-            self._parts.append((shard, dtype, cut, slice(size, end)))
+            sent = shard.sent_as(dtype.itemsize)
+            end = size + (sent.end - sent.first) * dtype.itemsize
+            self._parts.append((shard, dtype, sent, slice(size, end)))
             size = -(-end // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
         size = max(size, PIECE_ALIGNMENT)
         pieces = gather.buffers.take("mine", gather.num_carried * size).view(-1, size)
@@ -257,22 +251,19 @@ class Gathering:
             self._taken["peers"] = self._peers
 
     def _pack(self) -> None:
-        """Copy this rank's pieces into its buffer. A collective if a tensor's pieces become even ones."""
+        """Copy this rank's pieces into its buffer. A collective if a tensor is sent in other pieces than its own."""
         gather = self._gather
-        for shard, dtype, cut, where in self._parts:
-            part = self._mine[where].view(dtype)
-            old = shard.cut(gather.world)
-            moved = shard.passed_on
-            if moved is None and cut != old:
-                moved = old, cut.whole()
-            if moved is None:
-                part[: shard.data.numel()].copy_(shard.data)
+        for shard, dtype, sent, where in self._parts:
+            target = self._mine[where].view(dtype)
+            if sent.elements == shard.cut.elements:
+                own = shard.data[sent.first : sent.end]
+                target[: own.numel()].copy_(own)
+                continue
+            pass_on(shard.data, shard.numel, shard.cut, sent, target)
+            if gather.world > gather.ranks:
+                gather.across += 1
             else:
-                pass_on(shard.data, *moved, part)
-                if gather.world > gather.ranks:
-                    gather.across += 1
-                else:
-                    gather.within += 1
+                gather.within += 1
 
     def wait(self) -> list[Pieces]:
         """Return the bucket's tensors: with data on the holder in every node, empty on the other ranks."""
@@ -283,12 +274,11 @@ class Gathering:
         if self._gather.gathers_within:
             self.close()  # `collect` has copied these buffers or sent them on
         if every is None:
-            empty = self._mine.new_empty(0, 0, 0)
-            return [Pieces(empty, shard.shape) for shard, *_ in self._parts]
-        if self._gather.gathers_within:
+            every = self._mine.new_empty(0, 0, 0)
+        elif self._gather.gathers_within:
             self._taken["every"] = every
         return [
-            Pieces(_view(every[..., where], dtype), shard.shape)
+            Pieces(_view(every[..., where], dtype), shard.sent_shape)
             for shard, dtype, _, where in self._parts
         ]
 

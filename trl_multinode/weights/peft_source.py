@@ -46,7 +46,7 @@ class PeftSource(ModuleSource):
         check_tied_head(model)
         layers = {f"{name}.weight": layer for name, layer in lora_layers(model).items()}
         names = checkpoint_names(model, layers)
-        self._layers = {names[name]: layer for name, layer in layers.items()}
+        self._changed = self._layers = {names[name]: layer for name, layer in layers.items()}
         super().__init__(model, dtype, gather)
         # two buckets are gathered in the trainer's dtype, and two have their merged weights beside them
         self.buckets_at_peak = self._widening() * (self.gather.buckets_at_peak + 2)
@@ -76,40 +76,27 @@ class PeftSource(ModuleSource):
         pairs = zip(merged, self.tensors(merged), strict=True)
         return max([1.0, *(tensor.dtype.itemsize / meta.dtype.itemsize for meta, tensor in pairs)])
 
-    def changed(self, name: str) -> bool:
-        return name in self._layers
-
-    def named_tensors(self, bucket: Bucket) -> list[tuple[str, torch.Tensor, torch.dtype]]:
-        return super().named_tensors(bucket) + [
-            (f"{meta.name.removesuffix('weight')}{name}", parameter, parameter.dtype)
+    def added(self, bucket: Bucket) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (f"{meta.name.removesuffix('weight')}{name}", parameter)
             for meta in bucket
             if meta.name in self._layers
             for name, parameter in self._layers[meta.name].named_parameters()
             if "lora_" in name
         ]
 
-    def added(self, bucket: Bucket) -> list[nn.Parameter]:
-        layers = [self._layers[meta.name] for meta in bucket if meta.name in self._layers]
-        return [parameter for layer in layers for parameter in adapter_parameters(layer)]
-
     def as_sent(self, name: str, pieces: Pieces) -> Pieces:
         """Add the layer's active adapters on a copy, as PEFT would merge them. A collective under FSDP2."""
         layer = self._layers.get(name)
         if layer is None or layer.disable_adapters or layer.merged:
             return pieces
-        is_holder = pieces.data.numel() > 0
-        # FSDP2
-        needs_all_ranks = any(
-            hasattr(parameter, "full_tensor") for parameter in adapter_parameters(layer)
-        )
-        if not is_holder and not needs_all_ranks:
-            return pieces
-        active = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
-        deltas = [full(layer.get_delta_weight(adapter)) for adapter in active]
+        # on every rank, because FSDP2 gathers A, B and their product; it takes milliseconds, on all ranks at once
+        active = active_in(layer)
+        deltas = [full(layer.get_delta_weight(name)) for name in active]
         # at most one is DoRA's (Liu et al. 2024, equation 5), which learns the row norms
-        dora = [adapter for adapter in active if is_dora(layer, adapter)]
-        lengths = [full(layer.lora_magnitude_vector[adapter].weight) for adapter in dora]
-        if not is_holder:
+        norms = layer.lora_magnitude_vector
+        lengths = [full(norms[name].weight) for name in active if is_dora(layer, name)]
+        if pieces.data.numel() == 0:
             return pieces
         weight = pieces.copy()
         for delta in deltas:
@@ -127,14 +114,15 @@ class AdapterSource(PeftSource):
 
     Args:
         model (`nn.Module`), dtype (`torch.dtype`), gather (`ShardGather`, *optional*):
-            Arguments of [`PeftSource`]; [`adapter_obstacle`] must have returned `None` for the model.
+            Arguments of [`PeftSource`]; [`adapter_obstacles`] must have found none in the model.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
-        self._scaled: dict[str, nn.Module] = {}  # layer by the name of its B tensor
         super().__init__(model, dtype, gather)
-        self._metadata = [replace(meta, frozen=True) for meta in self._metadata]
+        self._metadata = [replace(meta, frozen=True, divisible=True) for meta in self._metadata]
         layers, self._layers = self._layers, {}  # nothing is merged
+        # layer by the name of its B tensor; the scaling precedes the cast
+        self._changed = self._scaled = dict[str, nn.Module]()
         self.buckets_at_peak = self.gather.buckets_at_peak
         (self._adapter,) = active_adapters(layers.values())
         for name, layer in layers.items():
@@ -147,10 +135,6 @@ class AdapterSource(PeftSource):
     def _add(self, name: str, linear: nn.Module, dtype: torch.dtype) -> None:
         self._owners[name] = linear, "weight"
         self._metadata.append(WeightMeta(name, dtype, shape_of(linear.weight)))
-
-    def changed(self, name: str) -> bool:
-        """Return whether it is a B, because the scaling precedes the cast."""
-        return name in self._scaled
 
     def as_sent(self, name: str, pieces: Pieces) -> Pieces:
         if (layer := self._scaled.get(name)) is None:
@@ -178,8 +162,8 @@ class AdapterSource(PeftSource):
         super().check(weights, step, frozen)
 
 
-def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str | None:
-    """Return why vLLM cannot serve the adapters of `model` beside its weights; `None` if this rank finds no reason.
+def adapter_obstacles(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> Iterator[str]:
+    """Yield each reason that this rank finds why vLLM cannot serve the adapters of `model` beside its weights.
 
     Args:
         model (`nn.Module`):
@@ -190,10 +174,6 @@ def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str 
     Raises:
         `ConfigurationError`: for adapters other than LoRA, and for LoRA variants other than DoRA.
     """
-    return next(_obstacles(model, dtype, on_gpu), None)
-
-
-def _obstacles(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> Iterator[str]:
     layers = lora_layers(model)
     active = active_adapters(layers.values())
     if len(active) != 1:
@@ -231,15 +211,20 @@ def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
+def active_in(layer: Any) -> list[str]:
+    """Return the names of the adapters that are active in a layer, in the same order on every rank."""
+    return [name for name in layer.active_adapters if name in layer.scaling]
+
+
 def active_adapters(layers: Iterable[Any]) -> set[str]:
     """Return the names of the adapters that are active in any of the layers."""
-    return {name for layer in layers for name in layer.active_adapters if name in layer.scaling}
+    return {name for layer in layers for name in active_in(layer)}
 
 
 def lora_rank(model: nn.Module) -> int:
     """Return the largest rank of the active adapters in any layer."""
     layers = lora_layers(model).values()
-    return max(layer.r[name] for layer in layers for name in active_adapters([layer]))
+    return max(layer.r[name] for layer in layers for name in active_in(layer))
 
 
 def check_layer(name: str, module: Any, lora_layer: type[Any]) -> None:
@@ -280,8 +265,3 @@ def is_adapter(name: str, active: set[str]) -> bool:
 def base_name(name: str) -> str:
     """Return the name of a tensor without PEFT's wrappers."""
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name.replace(".base_layer.", "."))
-
-
-def adapter_parameters(layer: nn.Module) -> list[nn.Parameter]:
-    """Return the LoRA parameters of a layer."""
-    return [parameter for name, parameter in layer.named_parameters() if "lora_" in name]

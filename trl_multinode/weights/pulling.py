@@ -2,7 +2,7 @@
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Event
@@ -24,6 +24,7 @@ from .timings import SyncTimings
 from .transport import Transport
 
 MAX_CORRUPT = 3  # wrong checksums in a row
+MANY_OVERTAKEN = 3  # pulls in a row that a later update has overtaken
 PIECE_BYTES = 1 << 20  # of one read, between which the checksum is computed
 
 Answer = TypeVar("Answer", News, Part)
@@ -111,7 +112,7 @@ class PulledUpdates(SlotUpdates):
     """Weight updates that an agent pulls from the training nodes into slots of its own, for its engines.
 
     ```python
-    updates = PulledUpdates(engines, Transport(folder=folder), addresses, pool)
+    updates = PulledUpdates(engines, Transport(folder=folder), addresses, pool, print)
     while True:
         if (version := updates.pull(timeout_s=1.0)) is not None:
             ...                                  # the engines serve it
@@ -125,6 +126,8 @@ class PulledUpdates(SlotUpdates):
             Engines of this machine, and the transport to them; it gets a slot for each bucket, in host memory.
         addresses (`Sequence[PortAddress]`), pool (`Pool`):
             Ports of the training nodes, in the nodes' order; secret and facts of the run.
+        report (`Callable[[str], None]`):
+            Function that prints a line if pulls take longer than the steps of the run.
         limit_s (`float`, *optional*, defaults to 120.0):
             Seconds without a byte of an answer after which a node counts as lost. A cut link is noticed earlier.
 
@@ -145,6 +148,7 @@ class PulledUpdates(SlotUpdates):
         transport: Transport,
         addresses: Sequence[PortAddress],
         pool: Pool,
+        report: Callable[[str], None],
         limit_s: float = PEER_S,
     ):
         self.version = WeightVersion()
@@ -152,6 +156,8 @@ class PulledUpdates(SlotUpdates):
         transport.staged = True
         super().__init__(engines, (), transport)
         self._loaded: Sequence[int] = ()  # update of each bucket that the engines have
+        self._report = report
+        self._num_overtaken = 0  # pulls since the last one that was whole
         self._nodes: list[TrainingNode] = []
         try:
             for address in addresses:
@@ -186,9 +192,12 @@ class PulledUpdates(SlotUpdates):
                 self.layouts = news.layouts
                 self._open_slots(self._engines or EngineGroup())
             start = time.perf_counter()
-            if self._pull_buckets(news.updates):
+            is_whole = self._pull_buckets(news.updates)
+            pull_s = time.perf_counter() - start
+            if is_whole:
                 break
-        pull_s = time.perf_counter() - start
+            self._count_overtaken(news.version, pull_s)
+        self._num_overtaken = 0
         self.in_flight, self.recompute_kv = news.in_flight, news.recompute_kv
         same = [old == new for old, new in zip(self._loaded, news.updates, strict=False)]
         first = [*same, False].index(False)
@@ -198,6 +207,15 @@ class PulledUpdates(SlotUpdates):
         self._loaded = news.updates
         self.version = news.version
         return self.version
+
+    def _count_overtaken(self, version: WeightVersion, pull_s: float) -> None:
+        self._num_overtaken += 1
+        if self._num_overtaken % MANY_OVERTAKEN == 0:
+            self._report(
+                f"{self._num_overtaken} pulls in a row were overtaken by the next update, the last one, of {version}, "
+                f"after {pull_s:.1f} s: the engines keep the weights of {self.version}. A pull takes longer than a "
+                "training step: give the steps more rows (`gradient_accumulation_steps`), or run fewer agents."
+            )
 
     def _pull_buckets(self, updates: Sequence[int]) -> bool:
         """Fill the own slots with each bucket of its update; return `False` if a node has a later one."""
@@ -224,12 +242,6 @@ class PulledUpdates(SlotUpdates):
         with ThreadPoolExecutor(len(nodes), thread_name_prefix="weight pull") as threads:
             list(threads.map(pull_from, range(len(nodes))))
         return not stop.is_set()
-
-    def load_again(self, version: WeightVersion, engines: EngineGroup) -> SyncTimings:
-        if self._in_slots is None:
-            # a pull of the next update has begun to fill the slots: it sends everything
-            self._loaded = ()
-        return super().load_again(version, engines)
 
     def close(self) -> None:
         """Close the connections, and release the slots. A second call does nothing."""

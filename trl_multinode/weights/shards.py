@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..wire.messages import TensorRange
-from .even_pieces import Cut
+from .even_pieces import all_of, evened
 
 
 @dataclass(frozen=True)
@@ -16,24 +16,22 @@ class Shard:
     """One rank's piece of a flattened tensor. The pieces of all ranks, in rank order, form the padded tensor."""
 
     data: torch.Tensor  # (elements,) or fewer: the last ranks' pieces may be short or empty
-    elements: int  # size of every rank's piece, padding included
-    shape: tuple[int, ...]  # shape of the full tensor, or the length of a range
-    passed_on: tuple[Cut, TensorRange] | None = (
-        None  # of a range of a tensor whose pieces `data` are not those of it
-    )
+    shape: tuple[int, ...]  # shape of the full tensor
+    cut: TensorRange  # all of the tensor, in pieces of which `data` is one
+    part: TensorRange | None = None  # range of the tensor to send; `None`: all of it
 
-    def cut(self, world: int) -> Cut:
-        """Return how the full tensor, or its range, is cut over `world` ranks."""
-        return Cut(math.prod(self.shape), self.elements, world)
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
-    def of_range(self, part: TensorRange) -> "Shard":
-        """Return this rank's part of a range. If FSDP2 cuts the tensor otherwise, the ranks pass its rows on."""
-        length = part.end - part.first
-        whole = self.cut(part.pieces)
-        shape = (part.count(whole.numel),)
-        if self.elements == part.elements:
-            return Shard(self.data[part.first : part.end], length, shape)
-        return Shard(self.data, length, shape, passed_on=(whole, part))
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """Shape of what is sent: that of the full tensor, or the length of the range."""
+        return self.shape if self.part is None else (self.part.count(self.numel),)
+
+    def sent_as(self, itemsize: int) -> TensorRange:
+        """Return the pieces in which it is sent. If they are not those of `cut`, the ranks pass elements on."""
+        return self.part or evened(self.cut, self.numel, itemsize)
 
 
 def shard_of(tensor: torch.Tensor) -> Shard | None:
@@ -55,12 +53,12 @@ def _zero3_shard(tensor: Any) -> Shard | None:
     The optimizer writes only to the primary shard. ZeRO++'s secondary one (`zero_hpz_partition_size`) is a copy for
     forward and backward, which DeepSpeed drops after every optimizer step and makes again in the next forward.
     """
-    piece = tensor.ds_tensor
-    equal = piece.ds_numel == math.ceil(tensor.ds_numel / dist.get_world_size())
+    piece, world = tensor.ds_tensor, dist.get_world_size()
+    equal = piece.ds_numel == math.ceil(tensor.ds_numel / world)
     in_memory = getattr(piece.final_location, "name", None) != "nvme"
     if not equal or not in_memory or is_quantized(tensor):
         return None
-    return Shard(piece.detach().view(-1), piece.ds_numel, tuple(tensor.ds_shape))
+    return Shard(piece.detach().view(-1), tuple(tensor.ds_shape), all_of(world, piece.ds_numel))
 
 
 def is_quantized(tensor: Any) -> bool:
@@ -77,8 +75,8 @@ def _fsdp2_shard(tensor: Any) -> Shard | None:
     rows = math.ceil(tensor.shape[0] / mesh.size())
     return Shard(
         tensor.to_local().detach().reshape(-1),
-        rows * math.prod(tensor.shape[1:]),
         tuple(tensor.shape),
+        all_of(mesh.size(), rows * math.prod(tensor.shape[1:])),
     )
 
 
@@ -93,7 +91,7 @@ def own_part(tensor: Any, sends_whole: bool) -> torch.Tensor:
         shard = shard_of(tensor)
         if shard is None:
             return torch.empty(0)
-        mine = tensor.ds_numel - dist.get_rank() * shard.elements
+        mine = tensor.ds_numel - dist.get_rank() * shard.cut.elements
         return shard.data[: max(0, mine)]
     if hasattr(tensor, "to_local"):
         return tensor.detach().to_local()

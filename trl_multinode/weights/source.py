@@ -4,8 +4,9 @@ Gathering is one of the few collectives; `tests/test_architecture.py` lists them
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 from ..transports.base import check_shape
 from ..transports.pieces import Pieces, joined
 from .buckets import Bucket, WeightMeta, plan_buckets
-from .finite import check_finite
+from .finite import Weight, check_finite
 from .gathering import Gathering, ShardGather
 from .names import is_zero3, named_weights, shape_of
 from .shards import Shard, is_quantized, shard_of
@@ -105,6 +106,9 @@ class ModuleSource(WeightSource):
             `ShardGather` of this rank. Default: one for a world of one rank.
     """
 
+    # names of the tensors that `as_sent` changes: they are gathered in the trainer's dtype
+    _changed: Container[str] = ()
+
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
         super().__init__(gather)
         self._held: Held = {}
@@ -117,7 +121,7 @@ class ModuleSource(WeightSource):
             casts = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
             sent_as = dtype if casts else tensor.dtype
             # `as_sent` changes whole tensors
-            divisible = not self.changed(name)
+            divisible = name not in self._changed
             self._metadata.append(WeightMeta(name, sent_as, shape_of(tensor), divisible=divisible))
 
     def weights(self) -> Iterator[tuple[str, Owner, torch.Tensor]]:
@@ -129,18 +133,16 @@ class ModuleSource(WeightSource):
 
     def check(self, weights: Sequence[WeightMeta], step: int, frozen: bool) -> None:
         check_still_tied(self._tied, self._module)
-        tensors = self.named_tensors(tuple(weights))
+        bucket = tuple(weights)
+        pairs = zip(bucket, self.tensors(bucket), strict=True)
+        read: list[Weight] = [(meta.name, tensor, meta.dtype) for meta, tensor in pairs]
+        read += [(name, parameter, parameter.dtype) for name, parameter in self.added(bucket)]
         check_finite(
-            [entry for entry in tensors if frozen or changes(entry[1])],
+            [entry for entry in read if frozen or changes(entry[1])],
             self.gather.place,
             step,
             sends_whole=self.gather.is_local_main,
         )
-
-    def named_tensors(self, bucket: Bucket) -> list[tuple[str, torch.Tensor, torch.dtype]]:
-        """Return what a sync of `bucket` reads: name, tensor and the dtype in which it is sent."""
-        pairs = zip(bucket, self.tensors(bucket), strict=True)
-        return [(meta.name, tensor, meta.dtype) for meta, tensor in pairs]
 
     def tensors(self, bucket: Bucket) -> list[torch.Tensor]:
         """Return the bucket's tensors as the model holds them now, sharded or not."""
@@ -151,16 +153,12 @@ class ModuleSource(WeightSource):
         super().release()
         self._held.clear()
 
-    def changed(self, name: str) -> bool:
-        """Return whether `as_sent` changes a tensor, which is then gathered in the trainer's dtype."""
-        return False
-
     def as_sent(self, name: str, pieces: Pieces) -> Pieces:
         """Return what is sent of a gathered tensor. A collective under FSDP2 if the source adds other tensors."""
         return pieces
 
-    def added(self, bucket: Bucket) -> list[nn.Parameter]:
-        """Return further parameters that `as_sent` needs whole."""
+    def added(self, bucket: Bucket) -> list[tuple[str, nn.Parameter]]:
+        """Return the names of further parameters that `as_sent` needs whole, and the parameters."""
         return []
 
     @contextmanager
@@ -185,7 +183,7 @@ class ModuleSource(WeightSource):
             if shards:
                 dtypes = [
                     tensors[index].dtype
-                    if self.changed(bucket[index].name)
+                    if bucket[index].name in self._changed
                     else bucket[index].dtype
                     for index in shards
                 ]
@@ -206,7 +204,7 @@ class ModuleSource(WeightSource):
         for index, meta in enumerate(bucket):
             if index not in shards and (meta.range is None or meta.range.is_first):
                 needed.append(tensors[index])
-        needed += self.added(bucket)
+        needed += [parameter for _, parameter in self.added(bucket)]
         sharded = [tensor for tensor in needed if is_zero3(tensor)]
         # quantized values and scales take a collective each
         self.gather.across += sum(1 + is_quantized(tensor) for tensor in sharded)
@@ -250,7 +248,7 @@ def shards_of(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> dict[int, Shar
         if meta.range is not None:
             check_shape(meta.name, shape_of(tensor), meta.shape)
         if (shard := shard_of(tensor)) is not None:
-            shards[index] = shard if meta.range is None else shard.of_range(meta.range)
+            shards[index] = replace(shard, part=meta.range)
     return shards
 
 

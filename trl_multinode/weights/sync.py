@@ -1,6 +1,5 @@
 """Weight sync: the order of its steps, its four overlapping stages and its version."""
 
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -69,11 +68,6 @@ class WeightSync(SlotUpdates):
         self.num_gathered = (
             0  # buckets of the running update that are gathered; any thread may read it
         )
-
-    @property
-    def plan_crc(self) -> int:
-        """CRC-32 of the plan, equal on two ranks that would gather the same tensors in the same buckets."""
-        return zlib.crc32(repr(self.buckets).encode())
 
     def send_everything(self) -> None:
         """Include the frozen weights in the next update, because the caller changed them."""

@@ -42,22 +42,20 @@ class SyncTimings:
         On a GPU they lie between two events of the thread's stream: the calls only queue work, so the host's clock
         would count the collectives as copies, which wait for them. `settle` reads the events.
         """
-        start = time.perf_counter()
-        begin = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        if begin is not None:
-            begin.record(torch.cuda.current_stream(device))
-        yield
-        if begin is None:
-            setattr(self, name, getattr(self, name) + time.perf_counter() - start)
-        else:
-            end = torch.cuda.Event(enable_timing=True)
-            end.record(torch.cuda.current_stream(device))
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            begin = stream.record_event(torch.cuda.Event(enable_timing=True))
+            yield
+            end = stream.record_event(torch.cuda.Event(enable_timing=True))
             self._events.append((name, begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
     def add(self, seconds: dict[str, float]) -> None:
         """Set the engines' seconds by stage: of this update, or of the one before if they load beside training."""
-        for name, value in seconds.items():
-            setattr(self, name, value)
+        vars(self).update(seconds)
 
     def settle(self) -> None:
         """Add the seconds between the events, after the last stage; wait for it if necessary."""

@@ -26,7 +26,7 @@ def report() -> None:
 
     trl_multinode.GRPOTrainer  # noqa: B018  imports all that ranks import; some of it sets variables
     watch = early.early_watch()
-    watch.arrivals.look(watch.store, False, watch.start_limit_s)
+    watch.store.lend(lambda client: watch.arrivals.look(client, False))
     found = {
         "environment": dict(os.environ),
         "main": [__name__, __file__, sys.modules["__main__"].__dict__ is globals(), sys.argv, sys.path[0]],

@@ -27,7 +27,7 @@ class Ending:
 
     def __init__(self, topology: Topology):
         self._topology = topology
-        self._folder: Path | None = None
+        self._path: Path | None = None
         self.phase: Callable[[], str] = lambda: "before the trainer"
         self.step: Callable[[], int] = lambda: 0
         self.checkpoint: Callable[[], Path | None] = lambda: None  # the last whole one
@@ -41,9 +41,9 @@ class Ending:
         Raises:
             `OSError`: if the folder cannot be written.
         """
-        self._folder = folder
+        self._path = folder / f"ending-node{self._topology.node}.json"
         if self._topology.is_local_main:
-            self._file(folder).unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
 
     def write_good(self) -> None:
         """Write the file of a run whose ranks have all ended as they should."""
@@ -72,26 +72,23 @@ class Ending:
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
 
-    def _file(self, folder: Path) -> Path:
-        return folder / f"ending-node{self._topology.node}.json"
-
     def _write(self, content: dict[str, Any]) -> None:
         if not self._topology.is_local_main:
             return
-        paths = [] if self._folder is None else [self._file(self._folder)]
+        paths = [] if self._path is None else [self._path]
         if also := os.environ.get(ALSO_TO):
             paths.append(Path(also))
         for path in paths:
             with suppress(Exception):
-                write_whole(path, json.dumps(content) + "\n")
+                write_whole(path, content)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        part.write_text(text)
+        part.write_text(json.dumps(content) + "\n")
         os.replace(part, path)
     except OSError:
         part.unlink(missing_ok=True)

@@ -21,7 +21,6 @@ from torch.distributed import Store
 from ..endings.exit_codes import PEER_LOST
 from ..reconnecting import StoreConnection
 from ..reporter import report
-from ..topology import Topology
 from ..watch.watchdog import Watchdog
 from .frames import DISK_WAIT, innermost_frames, work_of
 from .judges import Limits, NodeJudge, RunJudge
@@ -64,16 +63,57 @@ class Activity:
     waits_since: float | None = None
 
 
+class SlotWriter:
+    """Writer of what this rank does into the memory of its node.
+
+    Args:
+        slots ([`NodeSlots`]):
+            Memory of the node.
+        activity (`Callable[[], Activity]`):
+            Function that returns what this rank does.
+    """
+
+    def __init__(self, slots: NodeSlots, activity: Callable[[], Activity]):
+        self._slots = slots
+        self._activity = activity
+        self._last_call = time.monotonic()
+        self._progress = ("", self._last_call)  # text, time of its last change
+        # in the slot, and when
+        self._written = (Activity("set-up", self._last_call, 0), 0.0)
+
+    def write(self) -> None:
+        """Write what this rank does. A thread that does not use the store calls it: a lost link is no silent rank."""
+        now = time.monotonic()
+        suspended, self._last_call = now - self._last_call > SUSPENDED_S, now
+        if not self._slots.is_open:
+            return
+        doing, at = self._written
+        # the main thread may be replacing what this reads; the rank lives all the same
+        with suppress(Exception):
+            doing = self._activity()
+        if doing != self._written[0] or now - at > WRITE_EVERY_S or suspended:
+            self._write_all(doing, now, suspended)
+        self._slots.touch(now)
+
+    def _write_all(self, doing: Activity, now: float, suspended: bool) -> None:
+        """Write all that changes seldom: the activity, the frames, the time of the last progress."""
+        self._written = doing, now
+        progress = f"{doing.phase} {doing.since} {doing.step} {doing.left} {doing.progress}"
+        waits_for_disk = (work_of(os.getpid()) or (0, ""))[1] == DISK_WAIT
+        if progress != self._progress[0] or waits_for_disk or suspended:
+            self._progress = (progress, now)
+        own = asdict(doing) | {"pid": os.getpid(), "changed": self._progress[1]}
+        self._slots.write(own | {"frames": innermost_frames()})
+
+
 class Beats:
     """Heartbeats of one rank, in the threads of its watchdog.
 
     ```python
-    Beats(topology, watch, Limits(heartbeat_s=30.0, stuck_s=600.0, start_s=900.0), activity)
+    Beats(watch, Limits(heartbeat_s=30.0, stuck_s=600.0, start_s=900.0), activity)
     ```
 
     Args:
-        topology (`Topology`):
-            Topology of this rank.
         watch (`Watchdog`):
             Watchdog of this rank, which ends the run.
         limits (`Limits`):
@@ -82,19 +122,13 @@ class Beats:
             Function that returns what this rank does. It must not wait and not touch a disk.
     """
 
-    def __init__(
-        self, topology: Topology, watch: Watchdog, limits: Limits, activity: Callable[[], Activity]
-    ):
-        self._topology = topology
+    def __init__(self, watch: Watchdog, limits: Limits, activity: Callable[[], Activity]):
+        self._topology = topology = watch.topology
         self._watch = watch
         self._limits = limits
-        self._activity = activity
         self._slots = NodeSlots(topology)
         self._broken = False
-        self._progress = ("", time.monotonic())  # text, time of its last change
-        self._last_call = self._last_tick = time.monotonic()
-        self._doing = Activity("set-up", self._last_call, 0)
-        self._written: tuple[Activity | None, float] = (None, 0.0)  # in this rank's slot, and when
+        self._last_call = time.monotonic()
         self._forgiven = self._last_call  # silence counts from here at the earliest
         self._next_beat = 0.0
         # of silent ranks: work, time at which it last changed
@@ -105,9 +139,8 @@ class Beats:
         )
         if limits.heartbeat_s > 0:
             StoreConnection.limit_s = limits.heartbeat_s
-            watch.of_process.store_limit_s = limits.heartbeat_s
         watch.cleanups.append(self._kill_silent)
-        watch.ticks.append(self._write_slot)
+        watch.ticks.append(SlotWriter(self._slots, activity).write)
         watch.chores.append(self._beat)
 
     def _beat(self, store: Store) -> None:
@@ -118,10 +151,15 @@ class Beats:
         self._last_call = now
         if self._broken or not self._is_open(store):
             return
-        if now < self._next_beat or not self._on_duty(now):
+        if now < self._next_beat:
+            return
+        slots = self._slots.read()
+        # the first rank whose heartbeat is fresh is on duty
+        fresh = [rank for rank, slot in slots.items() if now - slot["at"] < DUTY_S]
+        if self._topology.rank not in fresh[:1]:
             return
         self._next_beat = now + BEAT_S
-        states = self._read_node(now)
+        states = [self._state(now, rank, slot) for rank, slot in slots.items()]
         store.set(
             f"beat/{self._topology.node}",
             f"{now:.3f} " + json.dumps([asdict(state) for state in states]),
@@ -137,7 +175,7 @@ class Beats:
         self._forgiven = now
         self._work.clear()
         if self._run is not None:
-            self._run.forgive(now)
+            self._run.silence.forgive()
 
     def _is_open(self, store: Store) -> bool:
         try:
@@ -150,52 +188,13 @@ class Beats:
             )
             return False
 
-    # ---- this rank --------------------------------------------------------------------------------------------------
-
-    def _write_slot(self) -> None:
-        """Write what this rank does. A thread that does not use the store calls it: a lost link is no silent rank."""
-        now = time.monotonic()
-        suspended, self._last_tick = now - self._last_tick > SUSPENDED_S, now
-        if not self._slots.is_open:
-            return
-        # the main thread may be replacing what this reads; the rank lives all the same
-        with suppress(Exception):
-            self._doing = self._activity()
-        if self._doing != self._written[0] or now - self._written[1] > WRITE_EVERY_S or suspended:
-            self._write_doing(now, suspended)
-        self._slots.touch(now)
-
-    def _write_doing(self, now: float, suspended: bool) -> None:
-        """Write all that changes seldom: the activity, the frames, the time of the last progress."""
-        doing, self._written = self._doing, (self._doing, now)
-        progress = f"{doing.phase} {doing.since} {doing.step} {doing.left} {doing.progress}"
-        waits_for_disk = (work_of(os.getpid()) or (0, ""))[1] == DISK_WAIT
-        if progress != self._progress[0] or waits_for_disk or suspended:
-            self._progress = (progress, now)
-        own = asdict(doing) | {"pid": os.getpid(), "changed": self._progress[1]}
-        self._slots.write(own | {"frames": innermost_frames()})
-
-    # ---- the node ---------------------------------------------------------------------------------------------------
-
-    def _on_duty(self, now: float) -> bool:
-        """Return whether this rank is the first one of its node whose heartbeat is fresh."""
-        fresh = [rank for rank, at in self._slots.times().items() if now - at < DUTY_S]
-        return bool(fresh) and min(fresh) == self._topology.rank
-
-    def _read_node(self, now: float) -> list[RankState]:
-        times, slots = self._slots.times(), self._slots.read()
-        return [
-            self._state(now, rank, times[rank], slots[rank])
-            for rank in sorted(times.keys() & slots.keys())
-        ]
-
-    def _state(self, now: float, rank: int, at: float, slot: dict[str, Any]) -> RankState:
-        silent_s = now - max(at, self._forgiven)
+    def _state(self, now: float, rank: int, slot: dict[str, Any]) -> RankState:
+        silent_s = now - max(slot["at"], self._forgiven)
         if silent_s < DUTY_S:
             self._work.pop(rank, None)
             idle_s = silent_s
         else:
-            idle_s = min(silent_s, now - self._worked_at(rank, slot["pid"], at, now))
+            idle_s = min(silent_s, now - self._worked_at(rank, slot["pid"], slot["at"], now))
         unchanged = {one.name: slot[one.name] for one in fields(RankState) if one.name in slot}
         return RankState(
             **unchanged,
@@ -209,13 +208,10 @@ class Beats:
 
     def _worked_at(self, rank: int, pid: int, last_beat: float, now: float) -> float:
         """Return the last time at which a silent rank was seen to work, or to wait for a disk."""
-        found = work_of(pid)
         work, changed = self._work.get(rank, (None, last_beat))
-        if found is not None and found[1] == DISK_WAIT and work is not None:
-            changed = now
-        if found is not None and found[0] != work:
-            changed = last_beat if work is None else now
-        if found is not None:
+        if (found := work_of(pid)) is not None:
+            if work is not None and (found[0] != work or found[1] == DISK_WAIT):
+                changed = now
             self._work[rank] = (found[0], changed)
         return changed
 
@@ -224,10 +220,9 @@ class Beats:
         if self._limits.heartbeat_s <= 0 or not self._slots.is_open:
             return
         now = time.monotonic()
-        slots = self._slots.read()
-        for rank, at in self._slots.times().items():
-            silent_s = now - max(at, self._forgiven)
+        for rank, slot in self._slots.read().items():
+            silent_s = now - max(slot["at"], self._forgiven)
             if rank != self._topology.rank and silent_s > self._limits.heartbeat_s:
                 with suppress(ProcessLookupError):
-                    os.kill(slots[rank]["pid"], signal.SIGKILL)
+                    os.kill(slot["pid"], signal.SIGKILL)
                 self._watch.of_process.store.count_as_reader(rank)

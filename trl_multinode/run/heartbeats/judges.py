@@ -5,13 +5,13 @@ that the two sides of a cut link, and both sides of the store, end.
 """
 
 import json
-import time
 from collections import Counter
 from dataclasses import dataclass
 
 from torch.distributed import Store
 
 from ..reporter import report
+from ..silence import Silence
 from ..topology import Topology
 from .rank_state import RankState
 
@@ -103,52 +103,43 @@ class RunJudge:
         self._topology = topology
         self._limits = limits
         self._nodes: list[int] = []  # those that have sent a beat
-        # node -> number of its last beat, time at which it was seen
-        self._seen: dict[int, tuple[str, float]] = {}
+        self.silence = Silence(JUDGE_LATE_S)
         self._states: dict[int, list[RankState]] = {}  # node -> states in its last beat
-        self._last_look = time.monotonic()
         self._next_states = 0.0
         self._next_line = 0.0
 
-    def forgive(self, now: float) -> None:
-        """Start all limits anew."""
-        self._seen = {node: (number, now) for node, (number, _) in self._seen.items()}
-        self._last_look = now
-
     def judge(self, now: float, store: Store) -> str | None:
         """Return the line that ends the run, or `None`."""
-        if now - self._last_look > JUDGE_LATE_S:
-            self.forgive(now)
-        self._last_look = now
         reads = now >= self._next_states
-        self._read(now, store, reads)
+        numbers = self._read(store, reads)
         if reads:
             self._next_states = now + min(READ_STATES_EVERY_S, max(self._limits.stuck_s, 1.0) / 10)
-        return self._silent_node(now) or (self._stuck_or_slow(now) if reads else None)
+        line = self._silent_node(self.silence.look(now, numbers))
+        return line or (self._stuck_or_slow(now) if reads else None)
 
-    def _read(self, now: float, store: Store, reads: bool) -> None:
-        """Note which nodes have sent a further beat and, if `reads`, the states in it."""
+    def _read(self, store: Store, reads: bool) -> dict[int, str]:
+        """Return the number of each node's last beat; if `reads`, note the states in it."""
         # `multi_get` would wait for a key that is missing
         if len(self._nodes) < self._topology.num_nodes:
             self._nodes = [
                 node for node in range(self._topology.num_nodes) if store.check([f"beat/{node}"])
             ]
+        numbers = {}
         for node, beat in zip(
             self._nodes, store.multi_get([f"beat/{node}" for node in self._nodes]), strict=True
         ):
-            number, _, states = beat.decode().partition(" ")
-            if self._seen.get(node, ("", 0.0))[0] != number:
-                self._seen[node] = (number, now)
+            numbers[node], _, states = beat.decode().partition(" ")
             if reads or node not in self._states:
                 self._states[node] = [RankState(**state) for state in json.loads(states)]
+        return numbers
 
     # ---- silent nodes -----------------------------------------------------------------------------------------------
 
-    def _silent_node(self, now: float) -> str | None:
-        for node, (_, seen) in self._seen.items():
+    def _silent_node(self, silence: dict[int, float]) -> str | None:
+        for node, silent_s in silence.items():
             states = self._states[node]
-            synced = bool(states) and all(state.synced for state in states)
-            if (silent_s := now - seen) > self._limits.silence_s(synced):
+            synced = all(state.synced for state in states)
+            if silent_s > self._limits.silence_s(synced):
                 return self._about_node(node, silent_s, self._limits.setting(synced))
         return None
 
@@ -157,15 +148,11 @@ class RunJudge:
         if topology.fits:
             ranks = topology.ranks_of(node)
             what += f" (ranks {ranks[0]} to {ranks[-1]})"
-        last = max(self._states[node], key=lambda state: state.same_s, default=None)
-        doing = (
-            f". Its {topology.name_of(last.rank)} was last {last.doing(silent_s)}"
-            if last is not None
-            else ""
-        )
+        last = max(self._states[node], key=lambda state: state.same_s)
         return (
             f"PeerFailureError: {what} has sent no heartbeat for {silent_s:.0f} s ({setting}): the node or all its "
-            f"ranks are stopped or gone, or its link to node 0 is cut{doing}"
+            f"ranks are stopped or gone, or its link to node 0 is cut. Its "
+            f"{topology.name_of(last.rank)} was last {last.doing(silent_s)}"
         )
 
     # ---- runs without progress -----------------------------------------------------------------------------------
@@ -173,15 +160,13 @@ class RunJudge:
     def _stuck_or_slow(self, now: float) -> str | None:
         """Return the line for a run in which no rank makes progress; report ranks that are behind the others."""
         states = [state for node in self._states.values() for state in node]
-        if any(state.waits_s for state in states):
-            self._report_late(now, states)
+        self._report_late(now, states)
         if len(states) < self._topology.world_size or not all(state.synced for state in states):
             return None
         same_s = min(state.same_s for state in states)
         if 0 < self._limits.stuck_s < same_s and not any(state.may_take_long for state in states):
             return self._stuck(states, same_s)
-        if same_s > NAME_EVERY_S and now >= self._next_line:
-            self._report_slow(now, states, same_s)
+        self._report_slow(now, states, same_s)
         return None
 
     def _stuck(self, states: list[RankState], same_s: float) -> str:
@@ -196,7 +181,9 @@ class RunJudge:
         )
 
     def _report_slow(self, now: float, states: list[RankState], same_s: float) -> None:
-        """Report the ranks that are elsewhere than most."""
+        """Report the ranks that are elsewhere than most, if no rank has made progress for long."""
+        if same_s <= NAME_EVERY_S or now < self._next_line:
+            return
         late = _behind(states)
         if len(late) < len(states):
             self._next_line = now + NAME_EVERY_S
@@ -204,7 +191,9 @@ class RunJudge:
 
     def _report_late(self, now: float, states: list[RankState]) -> None:
         """Report the ranks that have not come to a meeting in which others have waited for long."""
-        number, waited_s = max((state.meeting, state.waits_s) for state in states)
+        number, waited_s = max(
+            ((state.meeting, state.waits_s) for state in states), default=(0, 0.0)
+        )
         if waited_s < LATE_EVERY_S or now < self._next_line:
             return
         late = {state.rank: self._named(state) for state in states if state.meeting < number}

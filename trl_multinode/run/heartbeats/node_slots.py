@@ -1,20 +1,20 @@
 """Shared memory of a node's ranks, in which each rank writes its state and reads that of the others."""
 
 import json
-import struct
 import zlib
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from ..node_memory import NodeMemory
 from ..topology import Topology
 
 NAME = "trl_multinode_beats"
 SLOT_BYTES = 2048
-# last sign of life; bytes of the text, its checksum
-TIME, HEADER = (
-    struct.Struct("<d"),
-    struct.Struct("<8xII"),
-)
+TEXT_BYTES = SLOT_BYTES - 16
+# time of the last sign of life; JSON, which has no zero byte, and its checksum
+SLOT = np.dtype([("time", "f8"), ("check", "u8"), ("text", f"S{TEXT_BYTES}")])
 
 
 class NodeSlots(NodeMemory):
@@ -29,41 +29,39 @@ class NodeSlots(NodeMemory):
         super().__init__(topology, NAME, SLOT_BYTES * topology.local_world_size)
         self._last: dict[int, tuple[int, Any]] = {}  # rank -> checksum, value
 
+    @cached_property
+    def _slots(self) -> np.ndarray:
+        return np.frombuffer(self.memory, SLOT)
+
     def write(self, value: dict[str, Any]) -> None:
         """Write the calling rank's slot. The text in `frames` is cut if it does not fit."""
         text = json.dumps(value).encode()
-        if len(text) > SLOT_BYTES - HEADER.size:
+        if len(text) > TEXT_BYTES:
             text = json.dumps(
                 value | {"frames": value["frames"][:200], "left": value["left"][:200]}
             ).encode()
-        start = SLOT_BYTES * self._topology.local_rank
-        lengths = slice(start + TIME.size, start + HEADER.size)
-        # a reader skips it until it is whole
-        self.memory[lengths] = HEADER.pack(0, 0)[TIME.size :]
-        self.memory[start + HEADER.size : start + HEADER.size + len(text)] = text
-        self.memory[lengths] = HEADER.pack(len(text), zlib.crc32(text))[TIME.size :]
+        slot = self._slots[self._topology.local_rank]
+        slot["text"] = text
+        # last: until then the text does not fit the checksum, and readers keep the value before
+        slot["check"] = zlib.crc32(text)
 
     def touch(self, now: float) -> None:
         """Write the time of the calling rank's last sign of life, which is all that changes in most calls."""
-        TIME.pack_into(self.memory, SLOT_BYTES * self._topology.local_rank, now)
+        self._slots["time"][self._topology.local_rank] = now
 
-    def times(self) -> dict[int, float]:
-        """Return rank -> time of its last sign of life; without the ranks that have not written yet."""
-        found = (
-            TIME.unpack_from(self.memory, SLOT_BYTES * i)[0]
-            for i in range(self._topology.local_world_size)
-        )
-        return {rank: at for rank, at in zip(self._topology.local_ranks, found, strict=True) if at}
+    def read(self) -> dict[int, dict[str, Any]]:
+        """Return rank -> value that it wrote last, and in `at` the time of its last sign of life.
 
-    def read(self) -> dict[int, Any]:
-        """Return rank -> value that it wrote last; without the ranks that have not written yet."""
-        for local, rank in enumerate(self._topology.local_ranks):
-            start = SLOT_BYTES * local
-            length, check = HEADER.unpack_from(self.memory, start)
-            if not length or (rank in self._last and self._last[rank][0] == check):
-                continue
-            text = self.memory[start + HEADER.size : start + HEADER.size + min(length, SLOT_BYTES)]
-            # otherwise its rank is just writing: the last value holds
-            if zlib.crc32(text) == check:
-                self._last[rank] = check, json.loads(text)
-        return {rank: value for rank, (_, value) in self._last.items()}
+        Ranks that have not written both yet are left out.
+        """
+        found = {}
+        for rank, slot in zip(self._topology.local_ranks, self._slots, strict=True):
+            at, check = float(slot["time"]), int(slot["check"])
+            if check and (rank not in self._last or self._last[rank][0] != check):
+                text = slot["text"]
+                # otherwise its rank is just writing: the last value holds
+                if zlib.crc32(text) == check:
+                    self._last[rank] = check, json.loads(text)
+            if at and rank in self._last:
+                found[rank] = self._last[rank][1] | {"at": at}
+        return found

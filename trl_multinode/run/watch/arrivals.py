@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ..reporter import report
+from ..silence import Silence
 from ..topology import Topology
 from ..values import listed
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from ..store import RunStore
-
 START_TIMEOUT_S = 900.0  # `engine_start_timeout`'s default, until a trainer has its settings
 MISSING_EVERY_S = 30.0
 LOOK_EVERY_S = 5.0
 # between two signs of life of a rank without a trainer, which sends no heartbeats yet
 ALIVE_EVERY_S = 10.0
-HAS_TRAINER = b"has a trainer"
+HAS_TRAINER = "has a trainer"
 ENDED_S = 10.0  # after which a launcher without a connection to the store has ended, and does not connect anew
 NAMED_RANKS = 8
 
@@ -47,15 +46,14 @@ class Arrivals:
         self._is_reporter: bool | None = None
         self._launcher_missing_since: float | None = None
         self._signs = Signs(topology)
+        # time in which all ranks must have imported this library
+        self.limit_s = START_TIMEOUT_S
 
-    def look(self, store: "RunStore", has_trainer: bool, limit_s: float) -> str:
+    def look(self, store: "Store", has_trainer: bool) -> str:
         """Register this rank, then look for the others; return the reason if the run must end without them."""
-        return store.lend(lambda client: self._look(client, has_trainer, limit_s)) or ""
-
-    def _look(self, store: "Store", has_trainer: bool, limit_s: float) -> str:
         self._signs.write(store, has_trainer)
         if self._complete:
-            return self._signs.judge(store, limit_s) if has_trainer else ""
+            return self._signs.judge(store, self.limit_s) if has_trainer else ""
         self._register(store)
         now = time.monotonic()
         if now < self._next_look:
@@ -68,7 +66,7 @@ class Arrivals:
         has_others = self._topology.node == 0 and self._topology.num_nodes > 1
         if has_others and self._reports(store) and (ended := self._launcher_ended(store, now)):
             return ended
-        return self._name_missing(store, now, limit_s)
+        return self._name_missing(store, now)
 
     def _register(self, store: "Store") -> None:
         """Tell the other ranks that this one is here, and watch those of this node that are."""
@@ -119,18 +117,16 @@ class Arrivals:
     def _names(self, ranks: list[int]) -> str:
         return listed([self._topology.name_of(rank) for rank in ranks], NAMED_RANKS)
 
-    def _name_missing(self, store: "Store", now: float, limit_s: float) -> str:
+    def _name_missing(self, store: "Store", now: float) -> str:
         """Report the missing ranks now and then; return why the run ends if they have been missing for too long.
 
         One rank of node 0 and one of the other nodes do this, because it takes a request per rank.
         """
-        seconds = now - self._since
+        seconds, limit_s = now - self._since, self.limit_s
         if now < self._next_line and seconds < limit_s:
             return ""
         self._next_line = now + MISSING_EVERY_S
-        if not self._reports(store):
-            return ""
-        missing = self._missing(store)
+        missing = self._missing(store) if self._reports(store) else []
         if not missing:
             return ""
         names = self._names(missing)
@@ -161,10 +157,9 @@ class Signs:
     def __init__(self, topology: Topology):
         self._topology = topology
         self._told = False  # whether this rank has written that it has a trainer
-        self._next_write = self._next_look = self._last_look = 0.0
+        self._next_write = self._next_look = 0.0
         self._is_judge: bool | None = None
-        # rank -> its last sign, and when it changed
-        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._silence = Silence(3 * ALIVE_EVERY_S)
         self._without = list(range(topology.world_size))
 
     def write(self, store: "Store", has_trainer: bool) -> None:
@@ -172,9 +167,7 @@ class Signs:
         now = time.monotonic()
         if self._told or (now < self._next_write and not has_trainer):
             return
-        store.set(
-            f"alive/{self._topology.rank}", HAS_TRAINER.decode() if has_trainer else f"{now:.1f}"
-        )
+        store.set(f"alive/{self._topology.rank}", HAS_TRAINER if has_trainer else f"{now:.1f}")
         self._told, self._next_write = has_trainer, now + ALIVE_EVERY_S
 
     def judge(self, store: "Store", limit_s: float) -> str:
@@ -187,24 +180,15 @@ class Signs:
             self._is_judge = store.add("alive/judge", 1) == 1
         if not self._is_judge:
             return ""
-        # this process was suspended, and perhaps the others too
-        if now - self._last_look > 3 * ALIVE_EVERY_S:
-            self._seen.clear()
-        self._last_look = now
-        signs = dict(
-            zip(
-                self._without,
-                store.multi_get([f"alive/{rank}" for rank in self._without]),
-                strict=True,
-            )
-        )
-        self._without = [rank for rank, sign in signs.items() if sign != HAS_TRAINER]
-        for rank in self._without:
-            if self._seen.get(rank, (b"", 0.0))[0] != signs[rank]:
-                self._seen[rank] = signs[rank], now
-            elif (silent_s := now - self._seen[rank][1]) > limit_s and not store.check(
-                [f"left/{rank}"]
-            ):
+        signs = {}
+        for rank, sign in zip(
+            self._without, store.multi_get([f"alive/{rank}" for rank in self._without]), strict=True
+        ):
+            if sign.decode() != HAS_TRAINER:
+                signs[rank] = sign.decode()
+        self._without = list(signs)
+        for rank, silent_s in self._silence.look(now, signs).items():
+            if silent_s > limit_s and not store.check([f"left/{rank}"]):
                 return (
                     f"PeerFailureError: {self._topology.name_of(rank)} has shown no sign of life for "
                     f"{silent_s:.0f} s (`engine_start_timeout` {limit_s:g} s), and has no trainer yet: its process is "

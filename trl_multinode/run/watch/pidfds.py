@@ -20,12 +20,12 @@ class Pidfds:
     def __init__(self, signals: StopSignals):
         self._signals = signals
         # pidfd, or the end of a pipe -> function, owner
-        self._ended: dict[int, tuple[Callable[[], None], object]] = {}
+        self._ended: dict[int, tuple[Callable[[], object], object]] = {}
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(signals.read_end, select.POLLIN)
 
-    def add(self, pid: int, ended: Callable[[], None], owner: object) -> None:
+    def add(self, pid: int, ended: Callable[[], object], owner: object) -> None:
         """Make the watch thread call `ended` when process `pid` ends.
 
         Any thread may call this. It calls `ended` itself if the process has ended before.
@@ -52,7 +52,7 @@ class Pidfds:
             for pidfd in list(self._ended):
                 self._drop(pidfd)
 
-    def wait(self, seconds: float) -> tuple[list[Callable[[], None]], bool]:
+    def wait(self, seconds: float) -> tuple[list[Callable[[], object]], bool]:
         """Wait; return the functions of the processes that have ended, and whether the pipe of `signals` has data."""
         fired = [fd for fd, _ in self._poll.poll(seconds * 1000)]
         with self._lock:

@@ -22,9 +22,10 @@ from ..endings.error_text import described, text_of_error
 from ..endings.exit_codes import ENGINE, OTHER, PEER_LOST, PREEMPTED, USER_CODE, code_of, is_symptom
 from ..endings.fatal import Fatal, store_gone
 from ..limits import raise_file_limit
+from ..reconnecting import StoreConnection
 from ..store import RunStore, connect_store
 from ..topology import Topology
-from .arrivals import START_TIMEOUT_S, Arrivals
+from .arrivals import Arrivals
 from .exits import ScriptExits
 from .last_words import how_ended, output_of
 from .leaving import leave
@@ -66,7 +67,7 @@ class WatchThread:
         self.signals = StopSignals()
         self.processes = Pidfds(self.signals)
         self.exits = exits or ScriptExits(self.on_uncaught)
-        self.arrivals = Arrivals(topology, self.watch_rank) if self.since_import else None
+        self.arrivals = Arrivals(topology, self.watch_rank)
         self._watched: set[int] = set()  # other ranks of this node
         # of trainers that were collected; this thread calls them
         self.ends: list[Callable[[], None]] = []
@@ -74,21 +75,15 @@ class WatchThread:
         # earlier replaces another, as a cause does with a symptom
         self._failures: list[tuple[float, Fatal]] = []
         self._store_call_start: float | None = None  # of the pending call, if any
-        # time after which a store that does not respond counts as gone
-        self.store_limit_s = stores.STORE_TIMEOUT_S
-        # time in which all ranks must have imported this library
-        self.start_limit_s = START_TIMEOUT_S
         self._node_0_left = (False, 0.0)  # as far as this thread knows, and when it looked
         # held while a traceback is printed: the failure line comes after it, not in the middle of it
         self.printing = threading.Lock()
-        if not self.since_import and not self.alone:
+        if not self.since_import and not self.store.alone:
             self.exits.watch()
         if topology.launched:
-            self._watch_launcher()
-
-    @property
-    def alone(self) -> bool:
-        return self.store.alone
+            launcher = os.getppid()
+            cause = f"the launcher of node {topology.node} (pid {launcher}) ended"
+            self.processes.add(launcher, lambda: self._neighbour_ended(cause), self)
 
     def start(self) -> None:
         """Run in a thread of its own."""
@@ -114,7 +109,9 @@ class WatchThread:
             error (`BaseException`, *optional*):
                 Error with which a script of a single process ends.
         """
-        phase = self._phase()
+        failure = None
+        if error is not None and not self.since_import:
+            failure = self._failure(described(error), code_of(error))
         self.processes.forget(trainer)
         if trainer in self.trainers:
             self.trainers.remove(trainer)
@@ -125,11 +122,10 @@ class WatchThread:
         if not self.since_import:
             self.stop()
             self.exits.restore()
-            if error is None:
+            if failure is None:
                 self.ending.write_good()
             else:
-                line = f"{self.topology}, phase {phase}: {' '.join(described(error).split())}"
-                self.ending.write(Fatal(line, code_of(error)))
+                self.ending.write(failure)
 
     def stop(self) -> None:
         """End the thread, and wait for it unless it is the caller."""
@@ -155,23 +151,16 @@ class WatchThread:
             code (`int`, *optional*, defaults to `OTHER`):
                 Exit code of all ranks; one of `exit_codes.py`.
         """
-        cause = cause if self.note in cause else f"{cause.rstrip('.')}. {self.note}"
-        line = f"{self.topology}, phase {self._phase()}: " + " ".join(cause.split())
-        self._failures.append((time.monotonic() + delay_s, Fatal(line, code)))
+        self._failures.append((time.monotonic() + delay_s, self._failure(cause, code)))
         self.signals.wake()
 
-    def _open_trainer(self) -> "Watchdog | None":
-        return next(iter(self.trainers[-1:]), None)
-
-    def _phase(self) -> str:
-        trainer = self._open_trainer()
-        return (
-            trainer.phase()
-            if trainer is not None
-            else "script"
-            if self.num_built
-            else "before the trainer"
-        )
+    def _failure(self, cause: str, code: int) -> Fatal:
+        """Return a failure of this rank, with the place and the phase before its cause."""
+        phase = "script" if self.num_built else "before the trainer"
+        for trainer in self.trainers[-1:]:
+            phase = trainer.phase()
+        cause = cause if self.note in cause else f"{cause.rstrip('.')}. {self.note}"
+        return Fatal(f"{self.topology}, phase {phase}: {' '.join(cause.split())}", code)
 
     def fail_with(self, error: BaseException) -> None:
         """Report the error, print the traceback, and wait until the watch thread ends the process with `os._exit`."""
@@ -209,7 +198,7 @@ class WatchThread:
 
     def fail_at_exit(self, status: Any) -> None:
         """End all ranks; a rank that waited for them with its own error would wait for ever."""
-        if self.alone:
+        if self.store.alone:
             return
         how = (
             f"exit code {int(status)}"
@@ -238,16 +227,6 @@ class WatchThread:
 
     # ---- watched processes ------------------------------------------------------------------------------------------
 
-    def _watch_launcher(self) -> None:
-        launcher = os.getppid()
-
-        def ended() -> None:
-            self._neighbour_ended(
-                f"the launcher of node {self.topology.node} (pid {launcher}) ended"
-            )
-
-        self.processes.add(launcher, ended, self)
-
     def watch_rank(self, rank: int, pid: int) -> None:
         """Treat the end of another rank of this node as a failure, unless it has no trainer and ends well."""
         if rank in self._watched:
@@ -268,23 +247,21 @@ class WatchThread:
 
         A launcher ends after its ranks, and their own report explains more, so it takes precedence.
         """
-        trainer = self._open_trainer()  # once, because the main thread may close it meanwhile
-        has_left = rank is not None and trainer is None and self.store.have_left([rank])
-        if (
-            has_left
-            or self.store.fatal() is not None
-            or (trainer is not None and trainer.store.all_finished())
-        ):
+        trainers = self.trainers[-1:]  # once, because the main thread may close it meanwhile
+        has_left = rank is not None and not trainers and self.store.have_left([rank])
+        if has_left or self._has_ended(trainers):
             return False
         self.report(cause, code=PEER_LOST)
         return True
 
+    def _has_ended(self, trainers: "list[Watchdog]") -> bool:
+        """Return whether the run has failed, or all ranks have finished these trainers."""
+        is_finished = any(trainer.store.all_have("done") for trainer in trainers)
+        return is_finished or self.store.fatal() is not None
+
     def process_ended(self, cause: Callable[[], str | None]) -> None:
         """Report the end of a process that a trainer has added, unless `cause` returns `None`."""
-        trainer = self._open_trainer()
-        if self.store.fatal() is not None or (trainer is not None and trainer.store.all_finished()):
-            return
-        if (line := cause()) is not None:
+        if not self._has_ended(self.trainers[-1:]) and (line := cause()) is not None:
             self.report(line, code=ENGINE)
 
     # ---- the thread -------------------------------------------------------------------------------------------------
@@ -293,7 +270,7 @@ class WatchThread:
         """Watch until the end of the run. It is the body of the thread."""
         threading.Thread(target=self._watch_store, name="watch-store", daemon=True).start()
         try:
-            register(self.store, self.topology)
+            register(self.store)
             self._watch()
         except Exception as error:
             traceback.print_exception(error)
@@ -310,7 +287,7 @@ class WatchThread:
             start = self._store_call_start
             waited = waited + POLL_S if start is not None and start == last else 0.0
             last = start
-            if waited > self.store_limit_s:
+            if waited > StoreConnection.limit_s:
                 self.store.give_up()
                 leave(self, store_gone())
 
@@ -341,10 +318,11 @@ class WatchThread:
                 self.report(f"stopped by {stop.name}", SYMPTOM_DELAY_S, code)
 
     def _do_chores(self) -> None:
-        if self.arrivals is not None and (
-            late := self.arrivals.look(self.store, self.num_built > 0, self.start_limit_s)
-        ):
-            self.report(late, code=PEER_LOST)
+        if self.since_import:
+            has_trainer = self.num_built > 0
+            late = self.store.lend(lambda client: self.arrivals.look(client, has_trainer))
+            if late:
+                self.report(late, code=PEER_LOST)
         for trainer in list(self.trainers):
             for chore in trainer.chores:
                 trainer.store.lend(chore)
@@ -376,5 +354,5 @@ class WatchThread:
         due, fatal = min(self._failures)
         if time.monotonic() < due:
             return None
-        line = with_nodes(fatal.line, self.store, self.topology)
+        line = with_nodes(fatal.line, self.store)
         return self.store.publish(Fatal(line, fatal.code))

@@ -111,7 +111,7 @@ def _check_call(config: Any, launch: Launch) -> None:
     check_parallelism(config, call["model"])
     check_own_folders(config, call, launch.num_nodes)
     check_quantization(SimpleNamespace(), config, call)
-    check_dora(call["model"], config, adapter)
+    check_dora(config, call)
     if launch.args.use_fsdp:  # `zero_problems` reports the key that a push needs under ZeRO-3
         check_push(config, call)
 
