@@ -8,9 +8,11 @@ import tempfile
 import textwrap
 from collections import defaultdict
 from contextlib import ExitStack
-from dataclasses import fields
+from copy import copy
+from dataclasses import fields, make_dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
@@ -115,31 +117,30 @@ def print_help() -> None:
 
 def print_all_help() -> None:
     """Print every argument of the script, in a group for each library whose class has it first."""
+    from transformers import HfArgumentParser
+
     from ..examples.grpo import make_parser
 
-    parser = make_parser(PROG)
-    origins = {
-        field.name: _origin(kind, field.name)
-        for kind in parser.dataclass_types
-        for field in fields(kind)
-    }
     groups: dict[str, list[Any]] = defaultdict(list)
-    for action in parser._actions:
-        groups[origins.get(action.dest, "options")].append(action)
-    text = parser.formatter_class(PROG)
-    text.add_usage(USAGE, [], [])
-    text.add_text(MORE)
-    for title, actions in groups.items():
-        text.start_section(title)
-        text.add_arguments(actions)
-        text.end_section()
-    print(text.format_help())
+    for kind in make_parser().dataclass_types:
+        hints = get_type_hints(kind)
+        for field in filter(attrgetter("init"), fields(kind)):
+            bases = [base for base in kind.__mro__ if field.name in vars(base).get(FIELDS, ())]
+            groups[_origin(bases[-1])].append((field.name, hints[field.name], copy(field)))
+    kinds = [
+        # transformers reads the title of a group there
+        make_dataclass(
+            "Arguments", members, kw_only=True, namespace={"_argument_group_name": title}
+        )
+        for title, members in groups.items()
+    ]
+    print(HfArgumentParser(kinds, prog=PROG, description=MORE, usage=USAGE).format_help())
 
 
-def _origin(kind: type, name: str) -> str:
-    """Return the group of an argument: that of the class, or of the library, which has it first."""
-    first = [base for base in kind.__mro__ if name in vars(base).get(FIELDS, ())][-1]
-    return ORIGINS.get(first.__name__) or ORIGINS[first.__module__.partition(".")[0]]
+def _origin(kind: type) -> str:
+    if kind.__name__ in ORIGINS:
+        return ORIGINS[kind.__name__]
+    return ORIGINS[kind.__module__.partition(".")[0]]
 
 
 def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], list[str]]:
