@@ -31,13 +31,12 @@ from rich.table import Table
 from trl_multinode.tools.plan.sync_seconds import (
     NIC_SHARE,
     TRANSPORTS,
-    Cell,
     Rates,
     Sync,
     load_seconds,
     pause_seconds,
+    pipelined,
     projected,
-    seconds,
     stage_seconds,
 )
 
@@ -105,6 +104,27 @@ MODELS = {
     "235B": Model(235.094e9, 1131, 4),
     "405B": Model(405.853e9, 1137, 4),
 }
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Quantities that determine the seconds of a measured sync."""
+
+    num_bytes: float
+    nodes: int
+    largest: float  # bytes of the largest bucket, which a stage that waits for the others waits for
+    rate: float  # bytes a second into a node; infinite on a link that is no bound
+    stage_s_per_byte: tuple[float, ...]  # inside of a node: gathers between its ranks, copy, load
+    commit_s_per_byte: float
+
+
+def seconds(cell: Cell) -> float:
+    """Return the seconds of a measured sync."""
+    link = (cell.nodes - 1) / cell.nodes * cell.num_bytes / cell.rate
+    stages = (link, *(cell.num_bytes * each for each in cell.stage_s_per_byte))
+    return (
+        pipelined(stages, cell.num_bytes / cell.largest) + cell.num_bytes * cell.commit_s_per_byte
+    )
 
 
 def check(cells: list[dict]) -> list[dict]:

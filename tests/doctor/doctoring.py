@@ -25,6 +25,7 @@ def case(environ: dict[str, str] | None = None, **changes: Any) -> Case:
         values=changes.pop("values", {}),
     )
     args = argparse.Namespace(
+        num_machines=nodes,
         machine_rank=changes.pop("rank", 0),
         main_process_ip=changes.pop("address", "127.0.0.1"),
         main_process_port=29500,
@@ -36,7 +37,6 @@ def case(environ: dict[str, str] | None = None, **changes: Any) -> Case:
         args=args,
         file={"distributed_type": "DEEPSPEED"},
         launcher="deepspeed_launcher",
-        num_nodes=nodes,
         ranks_per_node=ranks,
         visible=[str(gpu) for gpu in range(gpus)] if gpus else None,
         gpus_per_node=gpus,

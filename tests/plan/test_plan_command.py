@@ -121,9 +121,7 @@ def test_splits_and_micro_batches_can_be_chosen(capsys):
 
 
 REFUSED = {
-    "--nodes 4": "`--nodes` are nodes x GPUs of a node (got '4'",
     "--nodes 2x1": "one GPU",
-    "--gpu 80": "got '80', expected H100-80",
     "--splits 7+2": "got '7+2', expected for example 7+1",
     "--mean 5000": "5000 > 4096",
     "--prompt 40000": "got 44096 tokens, expected 40960",
@@ -135,6 +133,15 @@ REFUSED = {
 def test_a_value_that_cannot_be_planned_is_named_with_its_cure(flags, capsys):
     assert plan(str(CONFIGS / "8B.json"), *FLAGS, *flags.split()) == 2
     assert REFUSED[flags] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--nodes 4", "--gpu 80"])
+def test_a_word_that_cannot_be_read_is_named_with_what_it_should_be(flags, capsys):
+    with pytest.raises(SystemExit) as stop:
+        plan(str(CONFIGS / "8B.json"), *FLAGS, *flags.split())
+    flag, word = flags.split()
+    assert stop.value.code == 2
+    assert f"argument {flag}: got '{word}', expected" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

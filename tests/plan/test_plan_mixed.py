@@ -39,7 +39,6 @@ SPLITS = [(7, 1), (6, 2), (4, 4)]
 def measured(generate: float, train: float, flags: str) -> Task:
     """Return a task with seconds of 4+4, no sync, and a network that takes no time."""
     run = MeasuredRun(
-        folder="",
         times=StepTimes(generate, train),
         sync_s=0.0,
         training=4,

@@ -1,8 +1,7 @@
 """`trl-multinode clean`: remove what killed runs left on this machine."""
 
-import argparse
-
 from ..wire.leftovers import Leftover, leftovers
+from .text import Parser
 
 DESCRIPTION = """\
 Remove what killed runs of this user left on this machine: their folders in the temporary folder, and their shared
@@ -15,7 +14,7 @@ def main(argv: list[str]) -> int:
     Returns:
         `int`: 0, or 1 if a folder could not be removed.
     """
-    parser = argparse.ArgumentParser("trl-multinode clean", description=DESCRIPTION)
+    parser = Parser("trl-multinode clean", description=DESCRIPTION)
     parser.add_argument("--dry-run", action="store_true", help="only list what would be removed")
     dry_run = parser.parse_args(argv).dry_run
     verb = "would be removed" if dry_run else "removed"

@@ -5,10 +5,9 @@ node.
 """
 
 import argparse
-import re
 
-from .layout import Layout
-from .text import fill, positive, write_new
+from .layout import Layout, nodes_and_gpus
+from .text import Parser, fill, positive, write_new
 
 PROG = "trl-multinode config"
 
@@ -19,19 +18,16 @@ def parse(argv: list[str]) -> tuple[Layout, argparse.Namespace]:
     Raises:
         `SystemExit`: with status 2, for a layout that cannot run.
     """
-    parser = argparse.ArgumentParser(PROG, allow_abbrev=False)
+    parser = Parser(PROG)
     parser.description = (
         "Write a config file of `accelerate launch`, and print the line that starts a node."
     )
     parser.add_argument(
-        "layout", help="nodes x GPUs of a node, as in 4x8; with --cpu nodes x training ranks"
+        "layout",
+        type=nodes_and_gpus,
+        help="nodes x GPUs of a node, as in 4x8; with --cpu nodes x training ranks",
     )
-    parser.add_argument(
-        "--engine_gpus",
-        "--engine-gpus",
-        type=positive,
-        help="GPUs of a node for vLLM (default: 1)",
-    )
+    parser.add_argument("--engine_gpus", type=positive, help="GPUs of a node for vLLM (default: 1)")
     parser.add_argument(
         "--zero", type=int, choices=(1, 2, 3), default=3, help="stage of ZeRO (default: 3)"
     )
@@ -42,12 +38,7 @@ def parse(argv: list[str]) -> tuple[Layout, argparse.Namespace]:
         "--out", metavar="FILE", help="file to write (default: named as in accelerate_configs/)"
     )
     options = parser.parse_args(argv)
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", options.layout)
-    if match is None:
-        parser.error(
-            f"a layout is nodes x GPUs of a node (got {options.layout!r}, expected for example 4x8)"
-        )
-    nodes, devices = map(int, match.groups())
+    nodes, devices = options.layout
     engine_gpus = options.engine_gpus or 1
     if options.cpu or devices == 1:
         if options.engine_gpus:

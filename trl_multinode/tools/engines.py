@@ -1,14 +1,12 @@
 """`trl-multinode engines`: engines on this node for a run on other nodes."""
 
-import argparse
 import os
-import re
 from pathlib import Path
 
 from ..run.endings.exit_codes import CONFIGURATION
-from .text import positive
+from .text import Parser, indices, matching, positive
 
-PORT = ":29500"  # default of `main_process_port`
+DEFAULT_PORT = 29500  # of `main_process_port`
 DESCRIPTION = """\
 Start engines on this node for a run on other nodes, and serve the runs at HOST:PORT, one after the other. HOST and
 PORT are `main_process_ip` and `main_process_port` of the run, which needs `remote_engines`. This process may start
@@ -23,7 +21,7 @@ def main(argv: list[str]) -> int:
         `int`: 0 after one run with `--once`, 3 for a wrong flag, a missing secret or a version that differs, else the
             code of the error (docs/operate/errors.md).
     """
-    parser = argparse.ArgumentParser("trl-multinode engines", description=DESCRIPTION)
+    parser = Parser("trl-multinode engines", description=DESCRIPTION)
     add = parser.add_argument
     add("--join", required=True, type=address, metavar="HOST[:PORT]", help="store of the run")
     add(
@@ -50,14 +48,6 @@ def main(argv: list[str]) -> int:
 
 def address(text: str) -> tuple[str, int]:
     """Return host and port, for a parser. An IPv6 address stands in brackets."""
-    found = re.fullmatch(r"(\[[^\]]+\]|[^:\[]+)(:\d{1,5})?", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"got {text}, expected HOST or HOST:PORT")
-    return found[1].strip("[]"), int((found[2] or PORT)[1:])
-
-
-def indices(text: str) -> list[int]:
-    """Return numbers from 0 with commas between them, for a parser."""
-    if not all(part.isdecimal() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"got {text}, expected indices such as 0,1")
-    return [int(part) for part in text.split(",")]
+    read = matching(r"(\[[^\]]+\]|[^:\[]+)(?::(\d{1,5}))?", "HOST or HOST:PORT")
+    host, port = read(text)
+    return host.strip("[]"), int(port or DEFAULT_PORT)

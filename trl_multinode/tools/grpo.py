@@ -4,7 +4,6 @@ The command line may mix arguments of the script and flags of `accelerate launch
 mistyped one is an error before any process starts.
 """
 
-import argparse
 import tempfile
 import textwrap
 from collections import defaultdict
@@ -18,6 +17,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from ..settings import DESCRIBED
+from .text import FileError, Parser, read_keys
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 MODULE = "trl_multinode.examples.grpo"
@@ -169,7 +169,10 @@ def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], 
         *(f"--{name}" for name in vars(launcher.parse_args(["script"]))),
     }
     path, arguments = _taken(argv, "--config")
-    config = {} if path is None else _read_config(path, parser)
+    try:
+        config = {} if path is None else read_keys(path, "correct --config")
+    except FileError as error:
+        parser.error(str(error))
     in_config = parser.set_defaults_with_config(
         **{key: value for key, value in config.items() if key != "env"}
     )
@@ -183,18 +186,6 @@ def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], 
             _write({key: value for key, value in config.items() if key not in theirs}, stack),
         ]
     return script, resolved([*in_config, *in_arguments], parser)
-
-
-def _read_config(path: str, parser: Any) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(Path(path).read_text()) or {}
-    except OSError as error:
-        parser.error(f"cannot read --config {path} ({error.strerror})")
-    except yaml.YAMLError as error:
-        parser.error(f"--config {path} is no valid YAML: {' '.join(str(error).split())}")
-    if not isinstance(found, dict):
-        parser.error(f"--config {path} holds no keys, got YAML's {found!r}")
-    return found
 
 
 def check_script_arguments(parser: Any, namespace: Any) -> None:
@@ -233,7 +224,7 @@ def resolved(flags: list[str], parser: Any) -> list[str]:
 
 def _taken(words: list[str], flag: str) -> tuple[str | None, list[str]]:
     """Return the value of a flag, and the words without it."""
-    parser = argparse.ArgumentParser(PROG, add_help=False, allow_abbrev=False)
+    parser = Parser(PROG, add_help=False)
     parser.add_argument(flag, dest="value")
     found, others = parser.parse_known_args(words)
     return found.value, others

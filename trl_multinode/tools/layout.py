@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .text import count
+from .text import count, matching
 
 
 @dataclass(frozen=True)
@@ -36,3 +36,9 @@ class Layout:
             f"cuda:{self.ranks} {'and' if self.spare == 2 else 'to'} cuda:{self.gpus - 1} are",
         )
         return f"{nodes} of {self.gpus} GPUs. {'On each ' * (self.nodes > 1)}{trains}, {left} left over for vLLM"
+
+
+def nodes_and_gpus(text: str) -> tuple[int, int]:
+    """Return the numbers of `4x8`, for a parser."""
+    nodes, gpus = matching(r"([1-9]\d*)x([1-9]\d*)", "nodes x GPUs of a node, as in 4x8")(text)
+    return int(nodes), int(gpus)

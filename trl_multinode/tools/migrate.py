@@ -1,6 +1,5 @@
 """`trl-multinode migrate train.py`: the changes that a script for TRL needs, as a diff; it writes nothing."""
 
-import argparse
 import ast
 import difflib
 import re
@@ -9,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..former_arguments import REMOVED, RENAMED, hint
+from .text import Parser
 
 MODULE = "trl_multinode"
 GAP = b"\0"  # in the place of an argument that is removed; no script holds it
@@ -23,8 +23,8 @@ class Edits:
     """Changes of a text, by line and column of its syntax tree; the last one is made first."""
 
     def __init__(self, text: str):
-        # columns of a syntax tree count bytes
-        self._lines = [line.encode() for line in text.splitlines(keepends=True)]
+        self._text = text.encode()  # columns of a syntax tree count bytes
+        self._lines = self._text.splitlines(keepends=True)
         self._edits: list[tuple[int, int, bytes]] = []  # first byte, one behind the last, new text
 
     def _at(self, line: int, column: int) -> int:
@@ -32,9 +32,9 @@ class Edits:
 
     def replace(self, node: ast.expr | ast.keyword | ast.stmt, old: str, new: str) -> None:
         """Replace the first `old` in a node."""
-        start, text = self._at(node.lineno, node.col_offset), b"".join(self._lines)
-        at = text.index(old.encode(), start)
-        self._edits.append((at, at + len(old.encode()), new.encode()))
+        word = old.encode()
+        at = self._text.index(word, self._at(node.lineno, node.col_offset))
+        self._edits.append((at, at + len(word), new.encode()))
 
     def insert_before_end(self, call: ast.Call, new: str) -> None:
         """Insert an argument into a call that has none."""
@@ -45,16 +45,14 @@ class Edits:
     def remove(self, node: ast.keyword | ast.stmt) -> None:
         """Remove a statement, or an argument with its comma; its line too if nothing but a comment is left there."""
         assert node.end_lineno is not None and node.end_col_offset is not None
-        start, end = (
-            self._at(node.lineno, node.col_offset),
-            self._at(node.end_lineno, node.end_col_offset),
-        )
-        comma = re.compile(rb"[ \t]*,?").match(b"".join(self._lines), end)
+        start = self._at(node.lineno, node.col_offset)
+        end = self._at(node.end_lineno, node.end_col_offset)
+        comma = re.compile(rb"[ \t]*,?").match(self._text, end)
         assert comma is not None
         self._edits.append((start, comma.end(), GAP))
 
     def made(self) -> str:
-        text = b"".join(self._lines)
+        text = self._text
         for start, end, new in sorted(self._edits, reverse=True):
             text = text[:start] + new + text[end:]
         # a block may not be empty
@@ -189,7 +187,7 @@ def main(argv: list[str]) -> int:
     Raises:
         `SystemExit`: with status 2, for a file that is no script.
     """
-    parser = argparse.ArgumentParser("trl-multinode migrate", allow_abbrev=False)
+    parser = Parser("trl-multinode migrate")
     parser.description = (
         "Print the changes that a script for TRL needs, as a diff. `trl-multinode migrate train.py | patch -p0` makes "
         "them."

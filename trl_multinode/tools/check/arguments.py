@@ -1,7 +1,6 @@
 """Arguments of the training script, read by the script's own parser, and the problems that it finds."""
 
 import ast
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import fields, replace
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 from ...former_arguments import did_you_mean
 from ...node_settings import ignored_settings, is_node_mode
 from ..migrate import fresh_starts
+from .command_line import batch_of, given_fields
 from .launch import Batch, Engines, Launch, Problem, Script, safely
 from .script import (
     ParserCall,
@@ -29,9 +29,7 @@ class Refused(Exception):
     """A script's parser ended the program."""
 
 
-def read_arguments(
-    launch: Launch, given: Script, batch_of: Callable[[Batch | None, list[str]], Batch | None]
-) -> tuple[Script, list[Problem]]:
+def read_arguments(launch: Launch, given: Script) -> tuple[Script, list[Problem]]:
     """
     Pass the arguments of a script through its own parser, and build its configs without a device.
 
@@ -40,8 +38,6 @@ def read_arguments(
             Launch with script and arguments.
         given ([`Script`]):
             Arguments among the check's own flags, for a script without such a parser.
-        batch_of (`Callable`):
-            Function that finds the batch arguments among the words of such a script.
 
     Returns:
         `tuple[Script, list[Problem]]`: the arguments, and the problems that parser and data classes find.
@@ -65,7 +61,7 @@ def read_arguments(
         script = replace(script, trainer_of_trl=foreign, begins_anew=bool(fresh_starts(tree)))
         if (call := find_call(tree)) is None:
             script = replace(script, node_mode=foreign is None)
-            return _without_parser(script, tree, lambda batch: batch_of(batch, words)), []
+            return _without_parser(script, tree, words), []
         try:
             parser = build_parser(tree, call, path)
         except Exception as error:  # the script's own code
@@ -82,12 +78,11 @@ def read_arguments(
         return _read(replace(launch, script=script), parser.dataclass_types, values, unknown)
 
 
-def _without_parser(
-    script: Script, tree: ast.Module, batch_of: Callable[[Batch | None], Batch | None]
-) -> Script:
+def _without_parser(script: Script, tree: ast.Module, words: list[str]) -> Script:
     """Read the batch of a script that has no parser: from its words, and from its config call."""
     literal = literal_values(tree, {one.name for one in fields(Batch)})
-    batch = batch_of(script.batch or (None if literal is None else Batch(**literal)))
+    known = script.batch or (None if literal is None else Batch(**literal))
+    batch = batch_of(known, words)
     note = (
         f"`{script.name}` has no `TrlParser`: of its arguments only those of the batch are checked"
     )
@@ -162,18 +157,13 @@ def _values(parser: Any, call: ParserCall, words: list[str]) -> tuple[dict[str, 
 
 
 def _script(script: Script, config: Any, values: dict[str, Any]) -> Script:
-    def read(kind: type) -> dict[str, Any]:
-        return {
-            one.name: getattr(config, one.name) for one in fields(kind) if hasattr(config, one.name)
-        }
-
-    batch = read(Batch)
+    batch = given_fields(Batch, config)
     node_mode = hasattr(config, "vllm_mode") and is_node_mode(config)
     node_mode = node_mode and script.trainer_of_trl is None
     return replace(
         script,
         batch=Batch(**batch) if "num_generations" in batch else None,
-        engines=Engines(**read(Engines)),
+        engines=Engines(**given_fields(Engines, config)),
         model=values.get("model_name_or_path"),
         revision=values.get("model_revision"),
         node_mode=node_mode,

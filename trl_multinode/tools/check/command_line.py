@@ -4,7 +4,7 @@ import argparse
 from dataclasses import fields, replace
 from typing import Any
 
-from ..text import numbers, positive
+from ..text import Parser, indices, numbers, positive
 from .flags import split_at_script
 from .launch import Batch, Engines
 
@@ -32,13 +32,13 @@ USAGES = {
 
 def own_parser(command: str = "check") -> argparse.ArgumentParser:
     """Return the parser of the flags that are not those of `accelerate launch`."""
-    parser = argparse.ArgumentParser(f"trl-multinode {command}", allow_abbrev=False)
+    parser = Parser(f"trl-multinode {command}")
     parser.usage = f"%(prog)s FILE {USAGES[command]}"
     parser.description = DESCRIPTIONS[command]
     parser.epilog = "Any other flag is one of `accelerate launch`, as in --machine_rank 1 --main_process_ip HOST0."
     parser.add_argument("file", help="config file of `accelerate launch`; give it before any flag")
     gpus = "GPUs of a node (default: 8; those that this node has, for launch)"
-    parser.add_argument("--gpus_per_node", "--gpus-per-node", type=positive, help=gpus)
+    parser.add_argument("--gpus_per_node", type=positive, help=gpus)
     ranks = "ranks of each node, node 0 first, as in 7,8,8,8; the same on every node (default: num_processes / nodes)"
     parser.add_argument("--ranks", type=numbers, default=(), help=ranks)
     if command == "doctor":
@@ -61,18 +61,16 @@ def own_parser(command: str = "check") -> argparse.ArgumentParser:
         parser.add_argument("--timeout", type=_seconds, default=DEFAULT_TIMEOUT_S, help=text)
     # a launch has a script, which has these arguments itself
     for entry in SCRIPT_FLAGS if command != "launch" else ():
-        kind = _indices if entry.name == "vllm_devices" else positive
+        kind = indices if entry.name == "vllm_devices" else positive
         text = f"of the script, if none is named (default: {entry.default})"
-        parser.add_argument(
-            f"--{entry.name}", f"--{entry.name.replace('_', '-')}", type=kind, help=text
-        )
+        parser.add_argument(f"--{entry.name}", type=kind, help=text)
     return parser
 
 
 def batch_of(batch: Batch | None, words: list[str]) -> Batch | None:
     """Read the batch arguments of a script that has no parser which the check can read."""
     options, _ = own_parser().parse_known_args(["FILE", *words])
-    given = _given(Batch, options)
+    given = given_fields(Batch, options)
     return replace(batch or Batch(), **given) if given else batch
 
 
@@ -94,9 +92,9 @@ def parse(argv: list[str], command: str = "check") -> argparse.Namespace:
     if command == "launch" and not script:
         parser.error("give the training script after the flags")
     options.flags, options.script = rest, script
-    batch = _given(Batch, options)
+    batch = given_fields(Batch, options)
     options.batch = Batch(**batch) if batch else None
-    options.engines = Engines(**_given(Engines, options))
+    options.engines = Engines(**given_fields(Engines, options))
     return options
 
 
@@ -104,14 +102,15 @@ def without_launcher(words: list[str]) -> list[str]:
     """Return the words of `accelerate launch --config_file FILE ...` as this command takes them: FILE first."""
     if words[:2] != ["accelerate", "launch"]:
         return words
-    file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    file.add_argument("--config_file", "--config-file")
+    file = Parser(add_help=False)
+    file.add_argument("--config_file")
     flags, script = split_at_script(words[2:], OWN_FLAGS)
     found, rest = file.parse_known_args(flags)
     return [found.config_file, *rest, *script] if found.config_file else []
 
 
-def _given(kind: type, options: argparse.Namespace) -> dict[str, Any]:
+def given_fields(kind: type, options: Any) -> dict[str, Any]:
+    """Return the fields of a data class that options, or a config, have."""
     values = {entry.name: getattr(options, entry.name, None) for entry in fields(kind)}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -124,9 +123,3 @@ def _seconds(text: str) -> float:
     if not 0.0 < found < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text}, expected seconds, as in 600")
     return found
-
-
-def _indices(text: str) -> list[int]:
-    if not all(part.isdigit() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"got {text}, expected indices of GPUs, as in 6,7")
-    return [int(part) for part in text.split(",")]

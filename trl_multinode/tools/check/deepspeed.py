@@ -53,9 +53,7 @@ def read_deepspeed(
                 f"correct `{path or 'deepspeed_config:'}`",
             ),
         ]
-    return DeepSpeed(
-        {**plugin.deepspeed_config, "zero3_init_flag": args.zero3_init_flag}, path
-    ), problems
+    return DeepSpeed(plugin.deepspeed_config, path), problems
 
 
 def _unreadable(path: str) -> Problem | None:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.distributed.run import get_rdzv_endpoint
+
 from ...run.topology import Topology
 
 
@@ -134,20 +136,28 @@ class Launch:
     args: argparse.Namespace  # flags merged with the file, prepared for torchrun
     file: dict[str, Any]  # keys and values, corrected so that accelerate accepts them
     launcher: str  # name of accelerate's launcher function
-    num_nodes: int
     ranks_per_node: int  # of this node, rounded down, as accelerate does
     # GPUs that these processes see, as numbered on the node; `None` on CPU
     visible: list[str] | None
     gpus_per_node: int
     port: int | None  # requested port, before accelerate chooses one
     torchrun: argparse.Namespace | None = None  # torchrun's arguments, `PET_*` variables included
-    endpoint: str | None = None  # rendezvous backend, host and port; `None` without torchrun
     deepspeed: DeepSpeed | None = None
     # of the ranks, with the variables that accelerate sets
     environment: dict[str, str] = field(default_factory=dict)
     script: Script = field(default_factory=Script)
     # ranks of each node, as `--ranks` gives them; empty if all nodes are to have the same number
     table: tuple[int, ...] = ()
+
+    @property
+    def num_nodes(self) -> int:
+        return max(1, self.args.num_machines)
+
+    @property
+    def endpoint(self) -> str | None:
+        """Backend, host and port of the rendezvous; `None` without torchrun."""
+        run = self.torchrun
+        return f"{run.rdzv_backend}, {get_rdzv_endpoint(run)}" if run else None
 
     @property
     def started(self) -> int:
@@ -203,9 +213,12 @@ class Launch:
 
     @property
     def rank_in_file(self) -> bool:
-        return (
-            self.file.get("machine_rank") is not None and "machine_rank" not in self.args.nondefault
-        )
+        return self.has_rank and "machine_rank" not in self.args.nondefault
+
+    @property
+    def has_rank(self) -> bool:
+        """Return whether file or flags have the rank of this node."""
+        return "machine_rank" in self.args.nondefault or self.file.get("machine_rank") is not None
 
 
 def safely(

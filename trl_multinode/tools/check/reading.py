@@ -18,10 +18,10 @@ from accelerate.utils import launch as prepare
 from ...former_arguments import did_you_mean
 from ...libraries import replaced
 from ...run.gpu_variables import CUDA, ROCR, gpu_names, gpu_variable, on_amd
-from ..text import joined
+from ..text import FileError, joined, read_keys
 from .deepspeed import read_deepspeed
 from .flags import flag_names, parse_flags
-from .launch import Launch, Problem
+from .launch import Launch, Problem, problem_of
 
 # Accelerate's launchers that end in torchrun, each with the function that prepares its arguments.
 PREPARE = {
@@ -41,13 +41,9 @@ def read_file(path: str) -> tuple[dict[str, Any], list[Problem]]:
         `tuple[dict[str, Any], list[Problem]]`: the mended file, and one problem per mended key.
 
     Raises:
-        `OSError`, `yaml.YAMLError`: if the file cannot be read.
-        `ValueError`: if it holds no keys.
+        `FileError`: if the file cannot be read.
     """
-    with open(path, encoding="utf-8") as stream:
-        file = yaml.safe_load(stream)
-    if not isinstance(file, dict):
-        raise ValueError("it holds no keys")
+    file = read_keys(path, "give accelerate's config file, before all flags")
     problems = [
         _unknown_key(key, file.pop(key)) for key in sorted(file.keys() - FILE_KEYS, key=str)
     ]
@@ -142,14 +138,8 @@ def read_launch(
     """
     try:
         file, problems = read_file(path)
-    except yaml.YAMLError as error:
-        return None, [_no_yaml(path, error)]
-    except (OSError, ValueError) as error:
-        return None, [
-            Problem(
-                f"cannot read `{path}` ({error})", "give accelerate's config file, before all flags"
-            )
-        ]
+    except FileError as error:
+        return None, [problem_of(error)]
     args = parse_flags(path, flags, script)
     nodes = max(1, args.num_machines or file.get("num_machines") or 1)
     if table and (problem := _table_problem(args, nodes, table)):
@@ -178,15 +168,6 @@ def read_launch(
             ),
         ]
     return launch, [*problems, *found]
-
-
-def _no_yaml(path: str, error: yaml.YAMLError) -> Problem:
-    mark, cause = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
-    where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "some line"
-    return Problem(
-        f"`{path}` is no valid YAML: {where} ({' '.join(str(cause).split())})",
-        "correct that line or the one above: `key: value` with a blank, spaces and no tabs",
-    )
 
 
 def _table_problem(args: argparse.Namespace, nodes: int, table: tuple[int, ...]) -> Problem | None:
@@ -241,19 +222,15 @@ def _launch(
     deepspeed, problems = (
         read_deepspeed(args, environment) if args.use_deepspeed and environment else (None, [])
     )
-    nodes = max(1, args.num_machines)
-    ranks = (args.num_processes or 1) // nodes
     launch = Launch(
         args=args,
         file=file,
         launcher=launcher,
-        num_nodes=nodes,
-        ranks_per_node=ranks,
+        ranks_per_node=(args.num_processes or 1) // max(1, args.num_machines),
         visible=_visible(args, gpus_per_node),
         gpus_per_node=gpus_per_node,
         port=port,
         torchrun=run,
-        endpoint=f"{run.rdzv_backend}, {torchrun.get_rdzv_endpoint(run)}" if run else None,
         deepspeed=deepspeed,
         environment=environment,
         table=table,

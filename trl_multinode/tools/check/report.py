@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..text import count, joined, rich_table
 from .arguments import read_arguments
-from .command_line import OWN_FLAGS, batch_of, parse
+from .command_line import OWN_FLAGS, parse
 from .flags import split_at_script
 from .launch import Batch, Engines, Launch, Problem, Script, safely
 from .reading import read_launch
@@ -18,6 +18,8 @@ from .rules import (
     count_problems,
     device_problems,
     launcher_problems,
+    preemption_notes,
+    preemption_problems,
     secret_problems,
     strategy_problems,
     variable_problems,
@@ -33,7 +35,6 @@ from .rules_deepspeed import (
 from .rules_engines import engine_notes, engine_problems, head_problems, unused_problems
 from .rules_keys import key_problems
 from .rules_nodes import port_problems, rank_problems, scheduler_problems
-from .rules_preemption import preemption_notes, preemption_problems
 
 LAUNCH_RULES = (
     launcher_problems,
@@ -89,21 +90,21 @@ def check(
     """
     flags, words = split_at_script(flags, OWN_FLAGS)
     launch, problems = read_launch(path, flags, words, gpus_per_node, table)
+    if launch is None:
+        return None, problems
     found: list[Problem] = []
     unchecked: list[str] = []
     script = Script(batch=batch, engines=engines or Engines())
-    if launch is not None and words:
-        read = partial(read_arguments, given=script, batch_of=batch_of)
+    if words:
+        read = partial(read_arguments, given=script)
         both, unchecked = safely(read, launch, "the script's arguments")
         script, found = both or (script, [])
-    if launch is not None:
-        launch = replace(launch, script=script)
-        for rule in (*LAUNCH_RULES, lambda _: found, *SCRIPT_RULES, *([port_problems] * port)):
-            more, failed = safely(rule, launch)
-            problems += more
-            unchecked += failed
-        launch = replace(launch, script=replace(script, notes=(*script.notes, *unchecked)))
-    return launch, problems
+    launch = replace(launch, script=script)
+    for rule in (*LAUNCH_RULES, lambda _: found, *SCRIPT_RULES, *([port_problems] * port)):
+        more, failed = safely(rule, launch)
+        problems += more
+        unchecked += failed
+    return replace(launch, script=replace(script, notes=(*script.notes, *unchecked))), problems
 
 
 def notes(launch: Launch) -> Iterator[str]:

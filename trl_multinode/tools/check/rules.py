@@ -4,8 +4,12 @@ import os
 from collections.abc import Iterator
 
 from ...errors import ConfigurationError
+from ...node_settings import NodeSettings
+from ...run.endings.ending import RESUMING
 from ...run.gpu_variables import CUDA, check_gpu_variables, gpu_variable
+from ...run.preemption import grace_note
 from ...wire.secret import pool_secret
+from ...wire.stop_signals import check_preempt_signal
 from .launch import Launch, Problem, problem_of
 from .reading import PREPARE, rank_variables
 
@@ -84,39 +88,32 @@ def count_problems(launch: Launch) -> Iterator[Problem]:
     """Yield a problem if `num_processes`, the total, is one node's share or is not divisible by the nodes."""
     if launch.table:  # which has each node's share
         return
-    total, nodes, most = (
-        launch.args.num_processes or 1,
-        launch.num_nodes,
-        max(1, launch.gpus_per_node - 1),
-    )
-    on_gpus = launch.visible is not None
+    total, nodes, gpus = launch.args.num_processes or 1, launch.num_nodes, launch.gpus_per_node
+    each, rest = divmod(total, nodes)
+    most = max(1, gpus - 1) if launch.visible is not None else total
     # 8 processes on 4 nodes of 8 GPUs; 8 on 2 nodes are the split 4 + 4
-    share = (
-        on_gpus
-        and nodes > 1
-        and total in (most, most + 1)
-        and 2 * (total // nodes) < launch.gpus_per_node
-    )
-    if share and not (total % nodes == 0 and launch.script.engines.chosen):
-        what = f"`num_processes` is the total, not one node's share: {total // nodes} of {launch.gpus_per_node} GPUs"
-        what += f" a node would train (got {total}, expected {most * nodes} for {most} on each of {nodes} nodes)"
+    is_share = launch.visible is not None and total in (most, most + 1) and 2 * each < gpus
+    if nodes > 1 and is_share and (rest or not launch.script.engines.chosen):
+        what = f"`num_processes` is the total, not one node's share: {each} of {gpus} GPUs a node would train (got"
+        what += f" {total}, expected {most * nodes} for {most} on each of {nodes} nodes)"
         cure = f"write `num_processes: {most * nodes}`"
-        if total % nodes == 0:
-            cure += f"; if {total // nodes} a node are meant, set `num_engines` in the script's arguments"
+        if not rest:
+            cure += f"; if {each} a node are meant, set `num_engines` in the script's arguments"
         yield Problem(what, cure)
-    elif total % nodes != 0:
-        shares = sorted(
-            {
-                min(max(1, share), most if on_gpus else total)
-                for share in (total // nodes, total // nodes + 1)
-            }
-        )
-        fits = " or ".join(f"{share * nodes} ({share} a node)" for share in shares)
-        yield Problem(
-            f"`num_processes`, the total, is not divisible by {nodes} nodes: accelerate runs {total // nodes} on each"
-            f" (got {total}, expected {fits})",
-            f"write `num_processes:` {fits}",
-        )
+    elif rest:
+        yield _indivisible(total, nodes, most)
+
+
+def _indivisible(total: int, nodes: int, most: int) -> Problem:
+    """Return the problem of a total that leaves a rest, with the totals below and above it that leave none."""
+    each = total // nodes
+    shares = sorted({min(max(1, share), most) for share in (each, each + 1)})
+    fits = " or ".join(f"{share * nodes} ({share} a node)" for share in shares)
+    return Problem(
+        f"`num_processes`, the total, is not divisible by {nodes} nodes: accelerate runs {each} on each"
+        f" (got {total}, expected {fits})",
+        f"write `num_processes:` {fits}",
+    )
 
 
 def variable_problems(launch: Launch) -> Iterator[Problem]:
@@ -165,7 +162,12 @@ def device_problems(launch: Launch) -> Iterator[Problem]:
         # the engines of a node with fewer ranks, or of agents, serve this one too
         if min(launch.ranks) >= needed and not launch.script.values.get("remote_engines"):
             yield _no_gpu_left(launch)
-        return
+    else:
+        yield _hidden_gpus(launch)
+
+
+def _hidden_gpus(launch: Launch) -> Problem:
+    """Return the problem of a node whose processes do not see all its GPUs."""
     variable = gpu_variable(os.environ)
     by_ids = launch.args.gpu_ids != "all" and variable == CUDA
     setting = f"`gpu_ids` {launch.args.gpu_ids}" if by_ids else f"{variable} of this shell"
@@ -174,8 +176,29 @@ def device_problems(launch: Launch) -> Iterator[Problem]:
         setting += "" if by_ids else f" (`{os.environ.get(variable, '')}`)"
         hides = "every GPU of the node"
     cure = "write `gpu_ids: all`, and no `--gpu_ids`: a rank takes the GPU of its own number and leaves the rest"
-    yield Problem(
-        f"{setting} hides {hides} (got {len(launch.visible)} visible GPUs for"
-        f" {launch.started} processes, expected {needed})",
+    return Problem(
+        f"{setting} hides {hides} (got {len(launch.visible or ())} visible GPUs for"
+        f" {launch.started} processes, expected {launch.gpus_per_node})",
         cure if by_ids else f"unset {variable}",
     )
+
+
+def preemption_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield a problem if the environment names a signal that cannot pre-empt a run."""
+    try:
+        check_preempt_signal()
+    except ConfigurationError as error:
+        yield problem_of(error)
+
+
+def preemption_notes(launch: Launch) -> Iterator[str]:
+    """Yield how long the end of a step and a checkpoint may take, and whether the next launch continues from it."""
+    if launch.script.node_mode and launch.endpoint:
+        yield grace_note(
+            float(launch.script.values.get("preemption_grace", NodeSettings.preemption_grace))
+        )
+        if launch.script.begins_anew:
+            yield (
+                f"`{launch.script.name}` never resumes: a job that the scheduler starts again, as the job files of "
+                f"`trl-multinode render` are, would begin at step 1. It continues with {RESUMING}"
+            )

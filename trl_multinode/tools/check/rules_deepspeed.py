@@ -21,7 +21,7 @@ def zero_problems(launch: Launch) -> Iterator[Problem]:
             f" `{key.split(':')[0]}`, expected true)",
             f"write `{key}` {deepspeed.where}",
         )
-    flag = deepspeed.config["zero3_init_flag"]
+    flag = launch.args.zero3_init_flag
     if flag is not None and str(flag).lower() != "true":
         yield Problem(
             f"accelerate would not gather the shards that transformers builds (got `zero3_init_flag` {flag},"
@@ -62,7 +62,7 @@ def value_problems(launch: Launch) -> Iterator[Problem]:
     deepspeed, script = launch.deepspeed, launch.script
     if deepspeed is None:
         return
-    config = {key: value for key, value in deepspeed.config.items() if key != "zero3_init_flag"}
+    config = deepspeed.config
     if not deepspeed.path:  # accelerate fills it from the launch, and the ranks from the script
         config = {key: value for key, value in config.items() if key not in ("bf16", "fp16")}
     batch = vars(script.batch) if script.batch is not None else {}
@@ -71,16 +71,13 @@ def value_problems(launch: Launch) -> Iterator[Problem]:
         cure = "delete it from the file, the trainer fills it in"
         if deepspeed.path:
             cure = f'write `"{one.key.rpartition(".")[2]}": "auto"` in `{deepspeed.path}`'
-            cure += (
-                "; accelerate takes 1 if it is missing"
-                if one.key == "gradient_accumulation_steps"
-                else ""
-            )
+            if one.key == "gradient_accumulation_steps":
+                cure += "; accelerate takes 1 if it is missing"
         yield Problem(f"{what} (got {one.value}, expected {one.expected})", cure)
 
 
 def zero_notes(launch: Launch) -> Iterator[str]:
     """Yield a note if accelerate takes its default for the construction of the model in shards."""
     deepspeed = launch.deepspeed
-    if deepspeed and deepspeed.stage == 3 and deepspeed.config["zero3_init_flag"] is None:
+    if deepspeed and deepspeed.stage == 3 and launch.args.zero3_init_flag is None:
         yield "`zero3_init_flag` is missing: accelerate takes true, so each rank builds only its shard of the model"

@@ -16,8 +16,9 @@ MERGED_APART = {
     "debug",
     "fp16",
     "dynamo_backend",
+    "main_process_port",
+    "machine_rank",
 }
-MERGED_APART |= {"main_process_port", "machine_rank"}
 TPU_KEYS = {
     "tpu_name",
     "tpu_zone",

@@ -33,11 +33,7 @@ def rank_problems(launch: Launch) -> Iterator[Problem]:
         )
     if last == 0:
         return
-    if (
-        not launch.rank_in_file
-        and "machine_rank" not in launch.args.nondefault
-        and not launch.ranks_by_arrival
-    ):
+    if not launch.has_rank and not launch.ranks_by_arrival:
         what = f"`machine_rank` is missing, and accelerate takes 0 on every node (got None, expected 0 to {last})"
         variable = next((f"${name}" for name in SCHEDULERS if name in os.environ), None)
         cure = f"pass `--machine_rank {variable}`, which accelerate does not read by itself"
@@ -127,9 +123,5 @@ def scheduler_problems(launch: Launch) -> Iterator[Problem]:
 
 
 def _is_other_rank(launch: Launch, name: str) -> bool:
-    given = launch.rank_in_file or "machine_rank" in launch.args.nondefault
-    return (
-        given
-        and os.environ.get(name, "").isdigit()
-        and int(os.environ[name]) != launch.args.machine_rank
-    )
+    found = os.environ.get(name, "")
+    return launch.has_rank and found.isdigit() and int(found) != launch.args.machine_rank

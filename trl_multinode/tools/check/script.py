@@ -52,12 +52,11 @@ def _calls(body: list[ast.stmt], before: list[ast.stmt]) -> Iterator[ParserCall]
         elif not isinstance(statement, ast.ClassDef):
             for node in _calls_in(statement):
                 if isinstance(node.func, ast.Attribute) and node.func.attr in PARSES:
-                    constants = [
-                        each
+                    keywords = {
+                        each.arg: each.value.value
                         for each in node.keywords
                         if each.arg and isinstance(each.value, ast.Constant)
-                    ]
-                    keywords = {str(each.arg): ast.literal_eval(each.value) for each in constants}
+                    }
                     yield ParserCall(node.func.attr, keywords, node.func.value, so_far)
 
 
@@ -67,12 +66,8 @@ def _calls_in(statement: ast.AST) -> list[ast.Call]:
 
 def trainer_of_trl(tree: ast.Module) -> str | None:
     """Return a trainer that a script imports from TRL, or `None`, also if it imports one of this library."""
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     found = {
-        (node.module or "").split(".")[0]: alias.name
-        for node in imports
-        for alias in node.names
-        if alias.name.endswith("Trainer")
+        module.split(".")[0]: name for module, name in _imported(tree) if name.endswith("Trainer")
     }
     return None if "trl_multinode" in found else found.get("trl")
 
@@ -255,9 +250,11 @@ def _path_of(module: str) -> str:
 
 def _module_of_main(tree: ast.Module) -> str | None:
     """Return the module from which a script imports its `main`, as in `from x import main; main()`."""
-    imports = [
-        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level
-    ]
-    return next(
-        (node.module for node in imports for alias in node.names if alias.name == "main"), None
-    )
+    return next((module for module, name in _imported(tree) if name == "main"), None)
+
+
+def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield module and name of each `from module import name`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from ((node.module, alias.name) for alias in node.names)

@@ -55,31 +55,27 @@ def examine_cluster(case: Case, report: NodeReport, timeout_s: float) -> Cluster
         timeout_s (`float`):
             Longest wait for the other nodes.
     """
+
+    def alone(about: str, cure: str, *errors: str) -> ClusterReport:
+        return ClusterReport(
+            [report], findings=[Finding("error", about, error, cure) for error in errors]
+        )
+
     place = place_of(case.launch, timeout_s)
     if place is None:
-        return ClusterReport(
-            [report], findings=[Finding("error", "roll-call", NO_PLACE, "see the errors above")]
-        )
+        return alone("roll-call", "see the errors above", NO_PLACE)
     # Versions and numbers are compared in the report, where all are shown
     hello = hello_of(case.launch, report.gpus, processes=[], versions={}, problems=[])
     verdict = asyncio.run(call(place, hello))
     if verdict.code:
         cure = "docs/operate/errors.md explains the lines of the roll-call"
-        lines = [line.removeprefix("error: ") for line in verdict.lines]
-        return ClusterReport(
-            [report], findings=[Finding("error", "roll-call", line, cure) for line in lines]
-        )
+        return alone("roll-call", cure, *(line.removeprefix("error: ") for line in verdict.lines))
     try:
         with Exchange(place.address, place.port, case.rank, case.launch.num_nodes) as exchange:
             return _together(case, report, exchange, place)
     except NodeLost as error:
-        finding = Finding(
-            "error",
-            "nodes",
-            str(error),
-            "look at the output of that node, and start all nodes again",
-        )
-        return ClusterReport([report], findings=[finding])
+        cure = "look at the output of that node, and start all nodes again"
+        return alone("nodes", cure, str(error))
 
 
 def _together(case: Case, report: NodeReport, exchange: Exchange, place: Place) -> ClusterReport:

@@ -3,13 +3,12 @@
 import math
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 from .case import Case
-from .facts import Fact, Finding, size
+from .facts import Fact, Finding, Results, size
 from .models import all_slots_bytes
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -35,7 +34,7 @@ def _quota() -> float:
     return math.inf
 
 
-def examine_cores(case: Case) -> Iterator[Fact | Finding]:
+def examine_cores(case: Case) -> Results:
     """Yield the cores of this task, and a finding if its processes outnumber them."""
     cores, machine = cores_of_task(), os.cpu_count() or 1
     yield Fact("cores", f"{cores:g} of {machine}", same=True)
@@ -63,7 +62,7 @@ def _more_cores(case: Case, machine: int) -> str:
     return f"{cure}: `srun` does not take `--cpus-per-task` over from `sbatch`"
 
 
-def examine_memory(case: Case) -> Iterator[Fact | Finding]:
+def examine_memory(case: Case) -> Results:
     """Yield the memory of the machine, or of the container if that is smaller."""
     found = psutil.virtual_memory()
     limit = min(_memory_limit(), found.total)
@@ -82,7 +81,7 @@ def _memory_limit() -> float:
     return math.inf
 
 
-def examine_limits(case: Case) -> Iterator[Fact | Finding]:
+def examine_limits(case: Case) -> Results:
     """Yield `ulimit -n` and `ulimit -l`, and findings if they are too small for this launch."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield Fact("ulimit -n", f"{_limit(soft)} (hard {_limit(hard)})")
@@ -99,7 +98,7 @@ def examine_limits(case: Case) -> Iterator[Fact | Finding]:
     yield from _locked_memory(case)
 
 
-def _locked_memory(case: Case) -> Iterator[Fact | Finding]:
+def _locked_memory(case: Case) -> Results:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     yield Fact("ulimit -l", _limit(soft, in_bytes=True))
     needed = max(case.slots_bytes, all_slots_bytes(case))

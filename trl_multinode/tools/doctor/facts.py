@@ -1,5 +1,7 @@
 """Results of an examination. The process that measures the links imports this module, so it loads nothing heavy."""
 
+from collections.abc import Iterator
+
 import msgspec
 
 
@@ -19,6 +21,9 @@ class Finding(msgspec.Struct, frozen=True):
     about: str  # name of the fact
     what: str
     cure: str
+
+
+Results = Iterator[Fact | Finding]
 
 
 class NodeReport(msgspec.Struct):

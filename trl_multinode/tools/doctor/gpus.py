@@ -3,12 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import takewhile
 
 from ...run.gpu_variables import ROCR, gpu_variable, on_amd
 from ..check.ports import process_name
 from .case import Case
-from .facts import Fact, Finding, size
+from .facts import Fact, Finding, Results, size
 from .gpu_list import Gpu, NoTool, list_gpus
 
 # bytes that a driver or a display may hold on a free GPU; a CUDA context takes about 0.5 GiB
@@ -28,8 +27,13 @@ def visible_gpus(found: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
 def _chosen(found: list[Gpu], listed: str | None) -> list[Gpu]:
     if listed is None:
         return found
-    chosen = [_named(name.strip(), found) for name in listed.split(",")]
-    return [gpu for gpu in takewhile(lambda gpu: gpu is not None, chosen) if gpu is not None]
+    chosen: list[Gpu] = []
+    for name in listed.split(","):
+        gpu = _named(name.strip(), found)
+        if gpu is None:  # CUDA ignores what follows it
+            break
+        chosen.append(gpu)
+    return chosen
 
 
 def _named(name: str, found: list[Gpu]) -> Gpu | None:
@@ -59,7 +63,7 @@ def known_gpus() -> list[Gpu]:
         return []
 
 
-def examine_gpus(case: Case) -> Iterator[Fact | Finding]:
+def examine_gpus(case: Case) -> Results:
     """Yield the GPUs, and errors for missing and for occupied ones."""
     if not case.on_gpus:
         yield Fact("GPUs", "none needed: this launch uses the CPU", same=True)
@@ -104,7 +108,7 @@ def _missing(case: Case, found: list[Gpu], seen: list[Gpu]) -> Iterator[Finding]
     yield Finding("error", "GPUs", what, cure)
 
 
-def _occupied(seen: list[Gpu]) -> Iterator[Fact | Finding]:
+def _occupied(seen: list[Gpu]) -> Results:
     busy = [gpu for gpu in seen if gpu.used > IDLE]
     yield Fact("free GPUs", f"{len(seen) - len(busy)} of {len(seen)}")
     for gpu in busy:

@@ -1,7 +1,6 @@
 """Model and dataset of the script: whether they are in the cache of this node, and the sizes that follow from them."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,7 +9,7 @@ from huggingface_hub import constants, get_token, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from .case import Case
-from .facts import Fact, Finding, size
+from .facts import Fact, Finding, Results, size
 
 INDEX = "model.safetensors.index.json"
 
@@ -53,12 +52,14 @@ def _model(name: str, revision: str | None) -> Model | None:
         return None
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        needed = _needed(folder)
+        index = folder / INDEX
+        weights = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
     except (OSError, ValueError, KeyError):
         return None
     files = [*folder.glob("*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
     here = {file.name: file.stat().st_size for file in files if file.exists()}
-    missing = needed - here.keys() if here else needed or {"model.safetensors"}
+    # a model of one file has no index
+    missing = {*weights.values()} - here.keys() if here or weights else {"model.safetensors"}
     dtype = config.get("dtype") or config.get("torch_dtype")
     return Model(
         revision="local" if Path(name).is_dir() else folder.name,
@@ -66,12 +67,6 @@ def _model(name: str, revision: str | None) -> Model | None:
         element_bytes=4 if dtype == "float32" else 2,
         missing=tuple(sorted(missing)),
     )
-
-
-def _needed(folder: Path) -> set[str]:
-    """Return the files that the index of a model names; none without an index."""
-    index = folder / INDEX
-    return set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
 
 
 def _snapshot(name: str, kind: str, revision: str | None) -> Path | None:
@@ -85,7 +80,7 @@ def _snapshot(name: str, kind: str, revision: str | None) -> Path | None:
         return None
 
 
-def examine_model(case: Case) -> Iterator[Fact | Finding]:
+def examine_model(case: Case) -> Results:
     """Yield the place of the model, and a finding if it must be downloaded or is incomplete."""
     name, model = case.launch.script.model, find_model(case)
     if name is None:
@@ -105,7 +100,7 @@ def examine_model(case: Case) -> Iterator[Fact | Finding]:
             )
 
 
-def examine_dataset(case: Case) -> Iterator[Fact | Finding]:
+def examine_dataset(case: Case) -> Results:
     """Yield the place of the dataset, and a finding if it must be downloaded."""
     name = case.value("dataset_name")
     if name is None:
@@ -146,7 +141,7 @@ def _offline(case: Case) -> bool:
     return case.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
 
 
-def examine_hub(case: Case) -> Iterator[Fact | Finding]:
+def examine_hub(case: Case) -> Results:
     """Yield whether the Hub can be used with a token. The token itself is never part of a report."""
     token = "a token is set" if get_token() else "no token"
     yield Fact("Hub", f"{token}{', offline' if _offline(case) else ''}", same=True)

@@ -12,9 +12,10 @@ import psutil
 
 from ...run.addresses import route_to
 from .case import Case
-from .facts import Fact, Finding
+from .facts import Fact, Finding, Results
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "FI_", "UCX_")
+INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")  # NCCL takes its own only
 SLOW_MBIT = 1000  # a NIC of an office
 SLOW_NAMES_S = 2.0  # a name server takes milliseconds; glibc asks again after 5 s, or 1 s
 LOOKUPS = 3  # a server that loses some questions answers others
@@ -72,17 +73,15 @@ def chosen_interfaces(value: str, names: Sequence[str]) -> list[str]:
 def nic_towards(case: Case) -> Nic | None:
     """Return the interface for traffic between nodes: the one that a variable chooses, or the one of the route."""
     found = nics()
-    for variable in (
-        ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if case.on_gpus else ("GLOO_SOCKET_IFNAME",)
-    ):
-        names = chosen_interfaces(case.environ.get(variable, ""), [nic.name for nic in found])
-        if case.environ.get(variable) and names:
+    for variable in INTERFACES if case.on_gpus else INTERFACES[1:]:
+        value = case.environ.get(variable, "")
+        if value and (names := chosen_interfaces(value, [nic.name for nic in found])):
             return next(nic for nic in found if nic.name == names[0])
     own = route_to(case.address) if case.address else None
     return next((nic for nic in found if nic.address == own), None)
 
 
-def examine_address(case: Case) -> Iterator[Fact | Finding]:
+def examine_address(case: Case) -> Results:
     """Yield the address of node 0 and this node's interface towards it, and errors if there is no way."""
     name = "address of node 0"
     if not case.many_nodes or not case.address:
@@ -121,7 +120,7 @@ def examine_address(case: Case) -> Iterator[Fact | Finding]:
         )
 
 
-def examine_names(case: Case) -> Iterator[Fact | Finding]:
+def examine_names(case: Case) -> Results:
     """Yield how long it takes to look up the name of this node's address, and a warning if that is long.
 
     torch's TCPStore, client and server, asks for the name of each address as `::ffff:10.0.0.1`, which a line with
@@ -181,7 +180,7 @@ def _resolved(address: str) -> str | None:
         return None
 
 
-def examine_variables(case: Case) -> Iterator[Fact | Finding]:
+def examine_variables(case: Case) -> Results:
     """Yield the variables of NCCL and gloo, and errors for interfaces that do not exist."""
     given = {
         name: value for name, value in sorted(case.environ.items()) if name.startswith(PREFIXES)
@@ -189,7 +188,7 @@ def examine_variables(case: Case) -> Iterator[Fact | Finding]:
     text = " ".join(f"{name}={value}" for name, value in given.items())
     yield Fact("NCCL and gloo", text or "no variables", same=True)
     names = sorted({nic.name for nic in nics()})
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+    for variable in INTERFACES:
         value = given.get(variable)
         if value and not chosen_interfaces(value, names):
             yield Finding(
@@ -212,32 +211,21 @@ def examine_variables(case: Case) -> Iterator[Fact | Finding]:
 
 def _loopback(case: Case, given: dict[str, str]) -> Iterator[Finding]:
     """Yield a finding if gloo would listen where other nodes cannot reach it: it takes the host name's address."""
-    if not needs_interface(case) or "GLOO_SOCKET_IFNAME" in given:
+    route = route_to(case.address) if case.many_nodes and case.address else None
+    if route is None or route.startswith("127.") or "GLOO_SOCKET_IFNAME" in given:
         return
+    with suppress(OSError):
+        own = socket.gethostbyname(socket.gethostname())
+        if not own.startswith("127.") and own in {nic.address for nic in nics()}:
+            return
     nic = nic_towards(case)
-    severity = "warning" if case.on_gpus else "error"
     yield Finding(
-        severity,
+        "warning" if case.on_gpus else "error",
         "NCCL and gloo",
         f"the name of this host, {socket.gethostname()}, leads to loopback or nowhere, and gloo listens there"
         f", where no other node can connect",
         f"export GLOO_SOCKET_IFNAME={nic.name if nic else 'eth0'} on this node, or mend /etc/hosts",
     )
-
-
-def needs_interface(case: Case) -> bool:
-    """Return whether gloo must be given its interface for a connection between nodes."""
-    if (
-        not case.many_nodes
-        or not case.address
-        or (route_to(case.address) or "127.").startswith("127.")
-    ):
-        return False
-    try:
-        own = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return True
-    return own.startswith("127.") or own not in {nic.address for nic in nics()}
 
 
 def infiniband() -> str:

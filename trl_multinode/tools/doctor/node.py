@@ -1,14 +1,14 @@
 """All examinations of this node."""
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
 from ...run.versions import local_versions
 from .case import Case
 from .cores import examine_cores, examine_limits, examine_memory
-from .facts import Fact, Finding, NodeReport
+from .facts import Fact, Finding, NodeReport, Results
 from .gpus import count_gpus, examine_gpus
 from .models import examine_dataset, examine_hub, examine_model
 from .network import examine_address, examine_names, examine_variables, nic_towards
@@ -16,7 +16,7 @@ from .redaction import hide_secrets
 from .software import examine_launch, examine_tracker, examine_versions
 from .storage import examine_disks, examine_shared_memory
 
-Examination = Callable[[Case], Iterator[Fact | Finding]]
+Examination = Callable[[Case], Results]
 
 EXAMINATIONS: tuple[Examination, ...] = (
     examine_launch,
@@ -63,7 +63,7 @@ def examine(case: Case, examinations: tuple[Examination, ...] = EXAMINATIONS) ->
     return report
 
 
-def _safely(examination: Examination, case: Case) -> Iterator[Fact | Finding]:
+def _safely(examination: Examination, case: Case) -> Results:
     """Yield what an examination finds; a machine may refuse any look, and the others must go on."""
     try:
         yield from examination(case)

@@ -134,9 +134,7 @@ def _static(options: argparse.Namespace, report: Report) -> Launch | None:
     lines = [table(launch), *(f"note: {note}" for note in notes(launch))] if launch else []
     found = [("", Finding("error", "launch", problem.what, problem.cure)) for problem in problems]
     report.section(*lines, findings=found)
-    report.document["problems"] = [
-        {"what": problem.what, "cure": problem.cure} for problem in problems
-    ]
+    report.document["problems"] = [vars(problem) for problem in problems]
     return launch
 
 

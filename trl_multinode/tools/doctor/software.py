@@ -4,7 +4,6 @@ import hashlib
 import importlib.util
 import netrc
 import platform
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from ...run.versions import MISSING, local_versions
 from ..check.rules_nodes import DEFAULT_PORT
 from ..text import PACKAGE, joined
 from .case import Case
-from .facts import Fact, Finding
+from .facts import Fact, Finding, Results
 
 # Package of a tracker -> variable of its key, and host under which `.netrc` may keep it
 KEYS = {
@@ -24,7 +23,7 @@ KEYS = {
 PACKAGES = (*KEYS, "trackio", "mlflow", "clearml")
 
 
-def examine_launch(case: Case) -> Iterator[Fact | Finding]:
+def examine_launch(case: Case) -> Results:
     """Yield what this node would start. The same words must mean the same launch on all nodes."""
     launch = case.launch
     yield Fact(
@@ -40,7 +39,7 @@ def examine_launch(case: Case) -> Iterator[Fact | Finding]:
         yield Fact("script", f"{script} (SHA-256 {digest})", same=True)
 
 
-def examine_versions(case: Case) -> Iterator[Fact | Finding]:
+def examine_versions(case: Case) -> Results:
     """Yield the versions of the libraries and of the system, and an error for a library that a run needs."""
     found = local_versions()
     yield Fact(
@@ -66,7 +65,7 @@ def examine_versions(case: Case) -> Iterator[Fact | Finding]:
             )
 
 
-def examine_tracker(case: Case) -> Iterator[Fact | Finding]:
+def examine_tracker(case: Case) -> Results:
     """Yield the trackers of the script, and findings for a missing package or key. Only rank 0 reports."""
     given = case.value("report_to", "none")
     names = [

@@ -1,6 +1,7 @@
 """Shared memory and disks of this node, against what the launch writes."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 from ...run.memory import obstacle_to_slots
 from ...wire.leftovers import leftovers
 from .case import Case
-from .facts import Fact, Finding, size
+from .facts import Fact, Finding, Results, size
 from .models import all_slots_bytes, find_model
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -26,9 +27,8 @@ MORE_MEMORY = (
 
 def free_bytes(path: Path) -> tuple[int, int]:
     """Return the bytes that this user may write at a path or above it, and the size of its file system."""
-    place = existing(path)
-    found = os.statvfs(place)
-    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    found = shutil.disk_usage(existing(path))
+    return found.free, found.total
 
 
 def existing(path: Path) -> Path:
@@ -36,10 +36,11 @@ def existing(path: Path) -> Path:
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
-def examine_shared_memory(case: Case) -> Iterator[Fact | Finding]:
+def examine_shared_memory(case: Case) -> Results:
     """Yield the free shared memory, and a finding if the slots of the weight sync and vLLM's queues do not fit."""
     free, total = free_bytes(SHARED_MEMORY)
-    needed, slots = needed_shared_memory(case), all_slots_bytes(case)
+    queues, slots = MESSAGE_QUEUES * case.engines, all_slots_bytes(case)
+    needed = case.slots_bytes + queues
     wanted = f", {size(slots)} for a slot for each bucket" if slots else ""
     yield Fact("/dev/shm", f"{size(free)} free of {size(total)}, {size(needed)} needed{wanted}")
     left = list(leftovers(remove=False))
@@ -61,7 +62,7 @@ def examine_shared_memory(case: Case) -> Iterator[Fact | Finding]:
             f"{MORE_SHARED_MEMORY}, or lower `sync_bucket_mb`",
         )
     elif slots:
-        yield from _all_slots(slots, slots + MESSAGE_QUEUES * case.engines, free + held)
+        yield from _all_slots(slots, slots + queues, free + held)
 
 
 def _all_slots(slots: int, needed: int, free: int) -> Iterator[Finding]:
@@ -76,12 +77,7 @@ def _all_slots(slots: int, needed: int, free: int) -> Iterator[Finding]:
         )
 
 
-def needed_shared_memory(case: Case) -> int:
-    """Return the bytes of both slots and of vLLM's message queues."""
-    return case.slots_bytes + MESSAGE_QUEUES * case.engines
-
-
-def examine_disks(case: Case) -> Iterator[Fact | Finding]:
+def examine_disks(case: Case) -> Results:
     """Yield the free bytes of `output_dir` and of the temporary folder, and findings if little is left."""
     output, model = case.value("output_dir"), find_model(case)
     folders = {"disk of `output_dir`": Path(output)} if output else {}

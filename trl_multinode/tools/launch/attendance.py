@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ...run.endings.exit_codes import CONFIGURATION
+from ...run.values import listed
 from ...run.versions import MISSING
 from ...wire.locks import machine
 from ..differences import differences
@@ -15,6 +16,7 @@ from ..text import count, joined
 
 NAMED_NODES = 16  # a line of progress names no more nodes
 LONGEST_LINE = 64 * 1024  # bytes of a message; a `Hello` has about 400
+SAME_VERSION = "Install the same version on all nodes"
 SAME_FLAGS = "Use one config file and the same flags on all nodes"
 # Numbers that must be equal, beside the versions
 NODES, PROCESSES = "num_machines differ", "processes per node differ"
@@ -103,9 +105,13 @@ class Attendance:
 
     def state(self, seconds: float) -> str:
         """Return the line of progress after so many seconds."""
-        names = _listed([f"{hello.name} {count(hello.gpus, 'GPU')}" for hello in self.here])
+        names = listed(
+            [f"{hello.name} {count(hello.gpus, 'GPU')}" for hello in self.here], NAMED_NODES
+        )
         here = f"{len(self.joined)} of {count(self.host.nodes, 'node')} here after {seconds:.0f} s"
-        nobody = f"; nobody has machine_rank {_listed(self.missing)}" if self.missing else ""
+        nobody = (
+            f"; nobody has machine_rank {listed(self.missing, NAMED_NODES)}" if self.missing else ""
+        )
         return f"{here}: {names or 'none'}{nobody}"
 
     def verdict(self, seconds: float) -> Verdict | None:
@@ -129,7 +135,7 @@ class Attendance:
         for rank, hellos in by_rank.items():
             where = " and ".join(f"{printable(hello.host)} (pid {hello.pid})" for hello in hellos)
             if len(hellos) > 1:
-                nobody = f"; nobody has {_listed(self.missing)}" if self.missing else ""
+                nobody = f"; nobody has {listed(self.missing, NAMED_NODES)}" if self.missing else ""
                 yield f"machine_rank {rank} is doubled: it is that of {where}{nobody}. Give each node its own"
             if not 0 <= rank <= last:
                 yield f"machine_rank {rank} of {where} is out of range, expected 0 to {last}"
@@ -151,26 +157,25 @@ class Attendance:
         for one in differences(
             [hello.facts for hello in self.here], [hello.name for hello in self.here]
         ):
-            cure = "Install the same version on all nodes" if one.is_error else ""
-            if one.library in (NODES, PROCESSES):
-                cure = SAME_FLAGS
-            if one.library == PROCESSES and all(len(hello.processes) == 1 for hello in self.here):
-                found = {hello.rank: hello.processes[0] for hello in self.here}
-                ranks = joined(found.get(rank, "?") for rank in range(self.host.nodes))
-                cure += f", or pass --ranks {ranks} on each if they are meant to differ"
+            cures = {NODES: SAME_FLAGS, PROCESSES: SAME_FLAGS + self._meant_to_differ()}
+            cure = cures.get(one.library, SAME_VERSION if one.is_error else "")
             if errors == bool(cure):
                 yield f"{printable(str(one))}. {cure}" if cure else printable(str(one))
 
+    def _meant_to_differ(self) -> str:
+        """Return the flag with which the numbers of processes may differ, unless a node has it."""
+        if any(len(hello.processes) != 1 for hello in self.here):
+            return ""
+        found = {hello.rank: hello.processes[0] for hello in self.here}
+        ranks = joined(found.get(rank, "?") for rank in range(self.host.nodes))
+        return f", or pass --ranks {ranks} on each if they are meant to differ"
+
     def _equal_versions(self) -> str:
-        first, others = self.here[0].versions, [hello.versions for hello in self.here[1:]]
-        equal = [
-            (name, text)
-            for name, text in first.items()
-            if all(one.get(name) == text for one in others)
+        versions = [hello.versions.items() for hello in self.here]
+        equal = set(versions[0]).intersection(*versions)
+        names = [
+            f"{name} {text}"
+            for name, text in versions[0]
+            if (name, text) in equal and text != MISSING
         ]
-        return printable(", ".join(f"{name} {text}" for name, text in equal if text != MISSING))
-
-
-def _listed(items: list) -> str:
-    more = f" and {len(items) - NAMED_NODES} more" if len(items) > NAMED_NODES else ""
-    return ", ".join(map(str, items[:NAMED_NODES])) + more
+        return printable(", ".join(names))

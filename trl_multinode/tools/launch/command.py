@@ -72,7 +72,7 @@ def missing_flags(path: str, flags: list[str], script: list[str], gpus: int) -> 
     given = {name for name in NODE_FLAGS if launch.file.get(name) is not None}
     if not SOURCES.keys().isdisjoint(os.environ):
         given.discard("machine_rank")
-    given |= {word.partition("=")[0].lstrip("-").replace("-", "_") for word in flags}
+    given |= launch.args.nondefault
     if given.issuperset(NODE_FLAGS):
         return []
     values = zip(NODE_FLAGS, node_flags(os.environ), strict=True)

@@ -7,10 +7,10 @@ import sys
 from dataclasses import asdict, replace
 
 from ..check import Launch, Problem, check
-from ..layout import Layout
-from ..text import positive
+from ..layout import Layout, nodes_and_gpus
+from ..text import Parser, positive
 from . import PlanError
-from .hardware import Cluster, parse_gpu, parse_nodes, parse_split
+from .hardware import Cluster, parse_gpu, parse_split
 from .layouts import colocated_layouts, mixed_layouts, split_layouts
 from .measured import read_run
 from .model_size import model_size
@@ -25,7 +25,7 @@ MEAN_SHARE = 4  # the average completion is assumed to be a fourth of the longes
 
 def own_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(PROG, allow_abbrev=False)
+    parser = Parser(PROG)
     parser.description = (
         "Report from a model's config alone whether training and engines fit into the memory of a cluster with each "
         "split of a node's GPUs and with colocation, how long a step takes, and which split to choose. No weights are "
@@ -41,8 +41,9 @@ def own_parser() -> argparse.ArgumentParser:
         "with a script whose arguments say model, batch and lengths",
     )
     parser.add_argument("script", nargs="?", help=argparse.SUPPRESS)
-    parser.add_argument("--nodes", help="nodes x GPUs of a node, as in 4x8")
-    parser.add_argument("--gpu", default="H100-80", help="name and GB of memory (default: H100-80)")
+    parser.add_argument("--nodes", type=nodes_and_gpus, help="nodes x GPUs of a node, as in 4x8")
+    text = "name and GB of memory (default: H100-80)"
+    parser.add_argument("--gpu", type=parse_gpu, default="H100-80", help=text)
     parser.add_argument(
         "--prompt", type=positive, default=1024, help="tokens of a prompt (default: 1024)"
     )
@@ -54,7 +55,7 @@ def own_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rows", type=positive, help="completions of a round per node")
     text = "rows of a micro-batch, `per_device_train_batch_size` (default: as many as fit)"
-    parser.add_argument("--micro_rows", "--micro-rows", type=positive, help=text)
+    parser.add_argument("--micro_rows", type=positive, help=text)
     parser.add_argument(
         "--splits",
         help="training + reserved GPUs of every node, as in 7+1,6+2 (default: 1, 2, 4, 8 reserved, half at most, and "
@@ -68,12 +69,7 @@ def own_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--run", metavar="RUN_DIR", help="`output_dir` of a run: its seconds replace the estimates"
     )
-    parser.add_argument(
-        "--trust_remote_code",
-        "--trust-remote-code",
-        action="store_true",
-        help="run the model's code",
-    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the model's code")
     parser.add_argument("--json", action="store_true", help="print JSON, with bytes and seconds")
     return parser
 
@@ -146,7 +142,7 @@ def read_script(options: argparse.Namespace, script: list[str], asked: Asked) ->
     Raises:
         `PlanError`: if they name no model, or cannot be read.
     """
-    path, gpus = options.model, parse_nodes(options.nodes or "1x8")[1]
+    path, (_, gpus) = options.model, options.nodes or (1, 8)
     node = ["--machine_rank", "0", "--main_process_ip", "HOST0"]
     launch, problems = check(path, [*node, *script], gpus_per_node=gpus, port=False)
     if launch is None or launch.script.batch is None or launch.script.model is None:
@@ -157,7 +153,7 @@ def read_script(options: argparse.Namespace, script: list[str], asked: Asked) ->
         )
     found, batch = launch.script.values, launch.script.batch
     options.model = launch.script.model
-    options.nodes = options.nodes or f"{launch.num_nodes}x{gpus}"
+    options.nodes = options.nodes or (launch.num_nodes, gpus)
     options.completion = options.completion or found.get("max_completion_length")
     options.rows = options.rows or batch.world(launch.num_ranks) // launch.num_nodes
     if options.micro_rows is None and not found.get("micro_batch_tokens"):
@@ -181,8 +177,8 @@ def task_of(options: argparse.Namespace) -> tuple[Task, list[tuple[int, int]]]:
     Raises:
         `PlanError`: for a value that cannot be planned.
     """
-    nodes, gpus = parse_nodes(options.nodes)
-    cluster = Cluster(nodes, gpus, parse_gpu(options.gpu), options.link * 1e9 / 8)
+    nodes, gpus = options.nodes
+    cluster = Cluster(nodes, gpus, options.gpu, options.link * 1e9 / 8)
     pairs = splits_of(options.splits, gpus)
     run = read_run(options.run) if options.run else None
     measured = run.mean_length if run else None

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from ..text import matching
 from . import PlanError
 
 GIB = 2**30
@@ -47,30 +48,15 @@ class Cluster:
     link: float  # bytes per second into a node
 
 
-def parse_nodes(text: str) -> tuple[int, int]:
-    """Read nodes x GPUs of a node."""
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if match is None:
-        raise PlanError(
-            f"`--nodes` are nodes x GPUs of a node (got {text!r}, expected for example 4x8)."
-        )
-    return int(match[1]), int(match[2])
-
-
 def parse_gpu(text: str) -> Gpu:
-    """Read a GPU's name and its memory, as in `H100-80`."""
+    """Return a GPU of a name and the GB of its memory, as in `H100-80`, for a parser."""
     from ...reporting.flops import peak_of
 
-    match = re.fullmatch(r"([A-Za-z][\w ]*)-([1-9]\d*)", text)
-    if match is None:
-        raise PlanError(
-            f"`--gpu` is a name and the GB of its memory (got {text!r}, expected H100-80)."
-        )
-    name = match[1].upper()
-    rate = next(
-        (1e12 * rate for known, rate in MEMORY_RATES.items() if known in name.split()), None
-    )
-    return Gpu(text, int(match[2]) * GIB * USABLE_SHARE, rate, peak_of(name))
+    read = matching(r"([A-Za-z][\w ]*)-([1-9]\d*)", "a name and GB of memory, as in H100-80")
+    name, gigabytes = read(text)
+    words = name.upper().split()
+    rate = next((1e12 * rate for known, rate in MEMORY_RATES.items() if known in words), None)
+    return Gpu(text, int(gigabytes) * GIB * USABLE_SHARE, rate, peak_of(name.upper()))
 
 
 def parse_split(text: str, gpus: int) -> tuple[int, int]:

@@ -19,7 +19,6 @@ AHEAD = 0.01  # share of the time hidden behind training, above which a run gene
 class MeasuredRun:
     """Seconds of a step of a run, and the split with which they were measured."""
 
-    folder: str
     times: StepTimes
     sync_s: float
     training: int  # ranks of a node
@@ -42,25 +41,22 @@ def read_run(folder: str) -> MeasuredRun:
     ranks = _last_attempt(path)
     nodes = Counter(lines[0].node for lines in ranks)
     _check_nodes(path, nodes)
-    steps = sorted({line.step for lines in ranks for line in lines if line.phase == "train"})
-    kept = steps[max(1, int(WARM_UP * len(steps))) :]
-    if not kept:
-        raise PlanError(
-            f"`--run` needs two steps at least (got {len(steps)} in {folder!r}): wait for more."
-        )
+    kept = _measured_steps(ranks, folder)
     logs = [
         log for log in read_logs([path]) if log.get("step", 0) > kept[0] and "perf/step_s" in log
     ]
-    names = ("perf/step_s", "perf/hidden_share", "engine/tail_share")
-    step_s, hidden, tail = (mean_of(logs, name) or 0.0 for name in names)
-    in_flight = any("in_flight/mixed_rows" in log for log in logs)
+    step_s = mean_of(logs, "perf/step_s") or 0.0
+    hidden = mean_of(logs, "perf/hidden_share") or 0.0
+    tail = mean_of(logs, "engine/tail_share")
+    in_flight = mean_of(logs, "in_flight/mixed_rows") is not None
     generate = _slowest(ranks, "generate", kept) + hidden * step_s
     if in_flight:
         generate = step_s  # engines always work
     training = max(nodes.values())
     return MeasuredRun(
-        folder=str(path),
-        times=StepTimes(generate, _slowest(ranks, "train", kept), min(generate, tail * step_s)),
+        times=StepTimes(
+            generate, _slowest(ranks, "train", kept), min(generate, (tail or 0.0) * step_s)
+        ),
         sync_s=_slowest(ranks, "sync", kept),
         training=training,
         reserved=_reserved(logs, len(nodes), training, folder),
@@ -68,7 +64,7 @@ def read_run(folder: str) -> MeasuredRun:
         steps=len(kept),
         ahead=in_flight or hidden > AHEAD,
         in_flight=in_flight,
-        tail_known=any("engine/tail_share" in log for log in logs),
+        tail_known=tail is not None,
         mean_length=mean_of(logs, "completions/mean_length"),
     )
 
@@ -81,6 +77,17 @@ def _last_attempt(path: Path) -> list[list[PhaseLine]]:
         raise PlanError(f"`--run` is an `output_dir`: {error}") from None
     last = max(phases.attempts(), default=0)
     return list(phases.of_attempt(last).values())
+
+
+def _measured_steps(ranks: list[list[PhaseLine]], folder: str) -> list[int]:
+    """Return the steps of a run without those of its warm-up."""
+    steps = sorted({line.step for lines in ranks for line in lines if line.phase == "train"})
+    kept = steps[max(1, int(WARM_UP * len(steps))) :]
+    if not kept:
+        raise PlanError(
+            f"`--run` needs two steps at least (got {len(steps)} in {folder!r}): wait for more."
+        )
+    return kept
 
 
 def _slowest(ranks: list[list[PhaseLine]], phase: str, steps: list[int]) -> float:

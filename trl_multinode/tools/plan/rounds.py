@@ -7,6 +7,7 @@ from functools import cache
 from math import exp
 from statistics import NormalDist
 
+from ...run.splits import TAIL_ROWS
 from .engine_memory import WEIGHT_BYTES, EngineMemory
 from .hardware import Gpu
 from .model_size import ModelSize
@@ -17,9 +18,6 @@ READ_SHARE, CACHE_SHARE, MATRIX_SHARE = 0.9, 0.78, 0.6
 STEP_S = 1.5e-3  # assumed, per token step: launches and sampling
 REDUCE_S = 10e-6  # assumed, per all-reduce between an engine's GPUs; two per layer
 SPREAD = 1.0  # assumed, of the logarithm of the lengths
-TAIL_ROWS = (
-    0.1  # an engine generates a tail with fewer than this share of the rows that it had at once
-)
 
 
 @dataclass(frozen=True)

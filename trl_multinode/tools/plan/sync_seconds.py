@@ -91,47 +91,16 @@ class Sync:
     sender_locked: bool = True
     worker_locked: bool = True
 
-    def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise ValueError(
-                f"unknown transport (got {self.transport!r}, expected one of {TRANSPORTS})"
-            )
-        if not 1 <= self.rails <= self.ranks:
-            raise ValueError(
-                f"a rail is the NIC of one training rank (got {self.rails} rails, {self.ranks} ranks)"
-            )
-
     @property
     def buckets(self) -> float:
         """Number of buckets, a fraction of the last one included, so that seconds grow with every byte."""
         return max(1.0, self.num_bytes / BUCKET)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Quantities that determine the seconds of a measured sync."""
-
-    num_bytes: float
-    nodes: int
-    largest: float  # bytes of the largest bucket, which a stage that waits for the others waits for
-    rate: float  # bytes a second into a node; infinite on a link that is no bound
-    stage_s_per_byte: tuple[float, ...]  # inside of a node: gathers between its ranks, copy, load
-    commit_s_per_byte: float
-
-
 def pipelined(stages: Iterable[float], buckets: float) -> float:
     """Return the seconds of stages that overlap, each on another bucket: the slowest and one bucket of the others."""
     every = tuple(stages)
     return max(every) + (sum(every) - max(every)) / buckets
-
-
-def seconds(cell: Cell) -> float:
-    """Return the seconds of a measured sync."""
-    link = (cell.nodes - 1) / cell.nodes * cell.num_bytes / cell.rate
-    stages = (link, *(cell.num_bytes * each for each in cell.stage_s_per_byte))
-    return (
-        pipelined(stages, cell.num_bytes / cell.largest) + cell.num_bytes * cell.commit_s_per_byte
-    )
 
 
 def stage_seconds(sync: Sync, rates: Rates = Rates()) -> dict[str, float]:

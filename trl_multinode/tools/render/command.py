@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...wire.secret_names import has_secret_form, is_secret_name
-from ..text import PACKAGE, fill, numbers, write_new
+from ..text import PACKAGE, Parser, fill, matching, numbers, positive, write_new
 from .job import Job, JobError, check_script, read_job
 
 PROG = "trl-multinode render"
@@ -41,18 +41,6 @@ KINDS = {
     "skypilot": ("skypilot.yaml", "a task for SkyPilot"),
     "docker": ("Dockerfile", "a Dockerfile for the nodes' image"),
 }
-
-
-def _pattern(pattern: str, expected: str) -> Any:
-    """Return the type of an argument that must match a pattern: its groups, or the text if the pattern has none."""
-
-    def parse(text: str) -> Any:
-        match = re.fullmatch(pattern, text)
-        if match is None:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
-        return match.groups() or text
-
-    return parse
 
 
 def _seconds(text: str) -> int:
@@ -97,22 +85,21 @@ def _named_values(words: list[str]) -> Iterator[tuple[str, str]]:
             yield word, following
 
 
-def _sbatch_line(text: str) -> str:
-    """Refuse what is no flag of sbatch, and flags that the file needs as they are."""
-    flag = _pattern("(--?[a-zA-Z][a-zA-Z-]*)(.*)", "a flag of sbatch, as in --partition=h100")(
-        text
-    )[0]
+def _sbatch_line(text: str) -> tuple[str, str, str]:
+    """Return a line for sbatch with its flag and value, unless the file needs this flag as it is."""
+    expected = "a flag of sbatch, as in --partition=h100"
+    flag, value = matching("(--[a-zA-Z-]+|-[a-zA-Z])[= ]?(.*)", expected)(text)
     if flag in NEEDED_BY_FILE:
         raise argparse.ArgumentTypeError(
             f"got {flag}, expected another flag: {NEEDED_BY_FILE[flag]}"
         )
-    return text
+    return text, flag, value
 
 
 def _toleration(text: str) -> dict[str, str]:
     """Read a toleration in the words of `kubectl taint`: KEY, KEY=VALUE, each with :EFFECT or without."""
     expected = f"KEY[=VALUE][:EFFECT] with the effect {EFFECTS.replace('|', ' or ')}, as in nvidia.com/gpu:NoSchedule"
-    name, value, effect = _pattern(f"([^=:]+)(?:=([^:]*))?(?::({EFFECTS}))?", expected)(text)
+    name, value, effect = matching(f"([^=:]+)(?:=([^:]*))?(?::({EFFECTS}))?", expected)(text)
     found = {"key": name, "operator": "Exists" if value is None else "Equal"}
     found |= {} if value is None else {"value": value}
     return found | ({"effect": effect} if effect else {})
@@ -140,6 +127,7 @@ REPLACED = {
     "--exclusive": ("--exclusive", "--oversubscribe", "-s"),
     "--gpus-per-node": ("--gpus-per-node", "--gres", "--gpus", "-G", "--gpus-per-task"),
 }
+REPEATED: dict[str, Any] = {"action": "append", "default": []}
 COMMON: dict[str, dict[str, Any]] = {
     "file": {"help": "config file of `accelerate launch`, as `trl-multinode config 4x8` writes it"},
     "--script": {
@@ -149,7 +137,7 @@ COMMON: dict[str, dict[str, Any]] = {
     "--out": {"metavar": "FILE", "help": "file to write; it must not exist (default: standard output)"},
     "--name": {
         "default": "grpo",
-        "type": _pattern("[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", "up to 40 of a-z, 0-9 and '-', a letter first"),
+        "type": matching("[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", "up to 40 of a-z, 0-9 and '-', a letter first"),
         "help": "name of the job (default: grpo)",
     },
     "--gpus_per_node": {"type": _seconds, "help": "GPUs of a node (default: 8, none with use_cpu)"},
@@ -169,9 +157,8 @@ COMMON: dict[str, dict[str, Any]] = {
         "type": _seconds, "default": 600, "metavar": "S", "help": "longest wait of the roll-call (default: 600)"
     },
     "--env": {
-        "action": "append",
-        "default": [],
-        "type": _pattern("([A-Za-z_][A-Za-z0-9_]*)=(.*)", "NAME=VALUE in one line"),
+        **REPEATED,
+        "type": matching("([A-Za-z_][A-Za-z0-9_]*)=(.*)", "NAME=VALUE in one line"),
         "metavar": "NAME=VALUE",
         "help": "variable of every node",
     },
@@ -184,8 +171,7 @@ COMMON: dict[str, dict[str, Any]] = {
 OWN: dict[str, dict[str, dict[str, Any]]] = {
     "slurm": {
         "--sbatch": {
-            "action": "append",
-            "default": [],
+            **REPEATED,
             "type": _sbatch_line,
             "metavar": "FLAG",
             "help": "line of your cluster for #SBATCH, as in --sbatch=--partition=h100; may be given several times. "
@@ -201,41 +187,41 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
     "k8s": {
         "--image": {"required": True, "help": "image with this package and the script; see `render docker`"},
         "--volume": {
-            "action": "append",
-            "default": [],
-            "type": _pattern("([^:]+):(/.*)", "a claim and an absolute path, as in runs:/runs"),
+            **REPEATED,
+            "type": matching("([^:]+):(/.*)", "a claim and an absolute path, as in runs:/runs"),
             "metavar": "CLAIM:PATH",
             "help": "volume claim that every pod mounts; a checkpoint must be on one to outlive its pod",
         },
         "--resource": {
-            "action": "append",
-            "default": [],
-            "type": _pattern(
+            **REPEATED,
+            "type": matching(
                 "([a-zA-Z0-9][a-zA-Z0-9./_-]*)=([0-9.]+[a-zA-Z]*)", "a name and an amount, as in rdma/ib=8"
             ),
             "metavar": "NAME=N",
             "help": "resource of every pod, as in --resource rdma/ib=8 or memory=1Ti; nvidia.com/gpu is there already",
         },
         "--secret": {
-            "action": "append",
-            "default": [],
-            "type": _pattern("[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?", "the name of a Secret"),
+            **REPEATED,
+            "type": matching("[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?", "the name of a Secret"),
             "metavar": "NAME",
-            "help": "Secret of the cluster whose keys are variables of every pod, as for HF_TOKEN",
+            "help": "Secret of the cluster whose keys are variables of every pod that trains, as for HF_TOKEN",
         },
         "--node_selector": {
-            "action": "append",
-            "default": [],
-            "type": _pattern("([^=]+)=(.*)", "a label, as in gpu=h100"),
+            **REPEATED,
+            "type": matching("([^=]+)=(.*)", "a label, as in gpu=h100"),
             "metavar": "LABEL=VALUE",
             "help": "label of the nodes on which the pods may run",
         },
         "--toleration": {
-            "action": "append",
-            "default": [],
+            **REPEATED,
             "type": _toleration,
             "metavar": "KEY[=VALUE][:EFFECT]",
             "help": "taint of nodes that the pods tolerate, as in nvidia.com/gpu:NoSchedule",
+        },
+        "--engine_nodes": {
+            "type": positive,
+            "metavar": "N",
+            "help": "further pods that only generate, for a run with `remote_engines` (docs/operate/beyond.md)",
         },
         "--restarts": {
             "type": int, "default": 0, "help": "restarts after a failure that is no pre-emption (default: 0)"
@@ -248,14 +234,14 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
     "skypilot": {
         "--gpu": {
             "metavar": "NAME",
-            "type": _pattern("[^:]+", "the kind alone, as in H100; the number is --gpus_per_node"),
+            "type": matching("[^:]+", "the kind alone, as in H100; the number is --gpus_per_node"),
             "help": "kind of GPU in SkyPilot's words, as in --gpu H100",
         },
         "--image": {"help": "container image with this package, which is installed otherwise"},
         "--package": INSTALLED,
         "--spot": {"action": "store_true", "help": "spot instances"},
         "--bucket": {
-            "type": _pattern("(.*://.*):(/[^:]*)", "a URL and a path, as in s3://runs:/runs"),
+            "type": matching("(.*://.*):(/[^:]*)", "a URL and a path, as in s3://runs:/runs"),
             "metavar": "URL:PATH",
             "help": "bucket that every node mounts, as in s3://runs:/runs; a checkpoint must be there to outlive its "
             "node",
@@ -270,17 +256,17 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(PROG, allow_abbrev=False)
+    parser = Parser(PROG)
     parser.description = (
         "Write the job file of a launch for a scheduler. It is only written, never submitted."
     )
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for name, (_, what) in KINDS.items():
-        kind = kinds.add_parser(name, help=what, description=f"Write {what}.", allow_abbrev=False)
+        kind = kinds.add_parser(name, help=what, description=f"Write {what}.")
         for flag, settings in (COMMON | OWN[name]).items():
             if settings.get("action") != "store_true":
                 settings = settings | {"type": _public(name, flag, settings.get("type", str))}
-            kind.add_argument(*dict.fromkeys((flag, flag.replace("_", "-"))), **settings)
+            kind.add_argument(flag, **settings)
     return parser
 
 
@@ -290,30 +276,33 @@ def check_options(job: Job, options: argparse.Namespace) -> None:
     Raises:
         [`JobError`]: with the option and what it should be.
     """
-    if options.kind == "docker" and (job.config.is_absolute() or ".." in job.config.parts):
-        raise JobError(
-            f"the image gets the present folder (got {job.config}, expected a relative path in it)"
-        )
-    if options.kind == "skypilot" and job.gpus and not options.gpu:
-        raise JobError(
-            "SkyPilot chooses machines by their GPU (got no --gpu, expected for example --gpu H100)"
-        )
-    if options.kind == "ssh" and options.hosts:
-        given = options.hosts.count(",") + 1
-        if given != job.nodes:
+    match options.kind:
+        case "docker" if job.config.is_absolute() or ".." in job.config.parts:
+            raise JobError(
+                f"the image gets the present folder (got {job.config}, expected a relative path in it)"
+            )
+        case "skypilot" if job.gpus and not options.gpu:
+            raise JobError(
+                "SkyPilot chooses machines by their GPU (got no --gpu, expected for example --gpu H100)"
+            )
+        case "k8s" if options.engine_nodes and job.nodes == 1:
+            raise JobError(
+                "pods of --engine_nodes pull the weights from ports that a launch of one node opens for itself only "
+                "(got `num_machines` 1, expected 2 or more)"
+            )
+        case "ssh" if options.hosts and (given := options.hosts.count(",") + 1) != job.nodes:
             raise JobError(
                 f"--hosts names a host per node (got {given}, expected {job.nodes}: `num_machines`)"
             )
 
 
-def check_sbatch(job: Job, given: list[str]) -> None:
+def check_sbatch(job: Job, given: list[tuple[str, str, str]]) -> None:
     """Refuse a time limit without time for a checkpoint, and a number of GPUs that is not the job's.
 
     Raises:
         [`JobError`]: with the flag and what it should be.
     """
-    for line in given:
-        flag, value = _pattern("(--[a-z-]+|-[a-zA-Z])[= ]?(.*)", "a flag")(line)
+    for line, flag, value in given:
         if flag in ("--time", "-t") and _limit_s(value) <= job.kill_s:
             raise JobError(
                 f"`{line}` leaves no time to train (got {_limit_s(value)} s, expected more than the {job.kill_s} s "
@@ -344,12 +333,6 @@ def _limit_s(text: str) -> float:
     return sum(map(mul, map(int, parts), units))
 
 
-def replaced_by(given: list[str]) -> set[str]:
-    """Return the lines of the file that flags of the user replace."""
-    flags = {re.split("[= ]", flag)[0] for flag in given}
-    return {line for line, others in REPLACED.items() if flags.intersection(others)}
-
-
 def main(argv: list[str]) -> int:
     """Write the job file to standard output or `--out`, and the next commands to standard error.
 
@@ -357,6 +340,8 @@ def main(argv: list[str]) -> int:
         `int`: 0; 1 if the file exists or cannot be written, 2 for a config file or a script that cannot be launched.
     """
     options = make_parser().parse_args(argv)
+    sbatch = getattr(options, "sbatch", [])
+    flags = {flag for _, flag, _ in sbatch}
     try:
         job = read_job(
             options.file,
@@ -367,7 +352,7 @@ def main(argv: list[str]) -> int:
             options.ranks,
         )
         check_options(job, options)
-        check_sbatch(job, getattr(options, "sbatch", []))
+        check_sbatch(job, sbatch)
         # a pod has its script in the image, a host of ssh in its folder
         if options.kind != "k8s" and not getattr(options, "folder", None):
             check_script(job.script)
@@ -384,7 +369,7 @@ def main(argv: list[str]) -> int:
             **dict(options.env),
         }.items(),
         present=Path.cwd(),
-        replaced=replaced_by(getattr(options, "sbatch", [])),
+        replaced=[line for line, others in REPLACED.items() if flags.intersection(others)],
         path=shlex.quote(options.out or "FILE"),
     )
     if options.out is None:

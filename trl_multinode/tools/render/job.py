@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ...node_settings import NodeSettings
 from ..layout import Layout
-from ..text import count, joined
+from ..text import FileError, Parser, count, joined, read_keys
 
 DEFAULT_PORT = 29500  # of torchrun
 LAUNCHER_MARGIN_S = (
@@ -35,6 +33,7 @@ class Job(Layout):
     timeout_s: int  # of the roll-call
     # training processes of each node, if `--ranks` gives them; `ranks` then is the largest number
     table: tuple[int, ...] = ()
+    port: int = DEFAULT_PORT
 
     @property
     def launcher_s(self) -> int:
@@ -101,7 +100,12 @@ def read_job(
     Raises:
         [`JobError`]: if the file or the script cannot be launched.
     """
-    file = _read(path)
+    try:
+        file = read_keys(
+            path, "name a config file of accelerate; `trl-multinode config 4x8` writes one"
+        )
+    except FileError as error:
+        raise JobError(str(error)) from None
     nodes = _count(file, path, "num_machines", 1)
     total = sum(table) or _count(file, path, "num_processes", None)
     if table and len(table) != nodes:
@@ -122,7 +126,7 @@ def read_job(
             f"{path}: a node has {gpus} GPUs (got {ranks} ranks, `num_processes` {total}, the total, expected at most "
             f"{gpus}); correct it, or pass --gpus_per_node"
         )
-    _count(file, path, "main_process_port", DEFAULT_PORT)
+    port = _count(file, path, "main_process_port", DEFAULT_PORT)
     grace = _grace_of(_words(script))
     return Job(
         nodes,
@@ -133,23 +137,8 @@ def read_job(
         grace if grace_s is None else grace_s,
         timeout_s,
         table,
+        port,
     )
-
-
-def _read(path: str) -> dict[str, Any]:
-    cure = "`trl-multinode config 4x8` writes one"
-    try:
-        file = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise JobError(
-            f"cannot read {path} ({reason}, expected a config file of accelerate); {cure}"
-        ) from None
-    except yaml.YAMLError as error:
-        raise JobError(f"{path} is not YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(file, dict):
-        raise JobError(f"{path} holds no keys (expected a config file of accelerate); {cure}")
-    return file
 
 
 def _count(file: dict[str, Any], path: str, key: str, default: int | None) -> int:
@@ -195,13 +184,9 @@ def check_script(script: str) -> None:
 
 def _grace_of(words: list[str]) -> int:
     """Return the value of `--preemption_grace` in the script's arguments, else its default."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument(
-        "--preemption_grace",
-        "--preemption-grace",
-        type=float,
-        default=float(NodeSettings.preemption_grace),
-    )
+    parser = Parser(add_help=False, exit_on_error=False)
+    default = float(NodeSettings.preemption_grace)
+    parser.add_argument("--preemption_grace", type=float, default=default)
     try:
         found, _ = parser.parse_known_args(words)
     except argparse.ArgumentError as error:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from ..text import Parser
 from .page import write_page
 from .perfetto import trace
 from .reading import TAILS, Run, TimelineError, read_run
@@ -20,7 +21,7 @@ It starts nothing and needs no GPU, and a run that still goes on may be read too
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(PROG, description=DESCRIPTION, allow_abbrev=False)
+    parser = Parser(PROG, description=DESCRIPTION)
     parser.add_argument("run_dir", type=Path, nargs="+", metavar="RUN_DIR",
                         help="output_dir of the run; if the nodes do not share it, that of each node")  # fmt: skip
     parser.add_argument("--steps", metavar="a:b", help="optimizer steps a to b, as the log counts them; also a, a:, "

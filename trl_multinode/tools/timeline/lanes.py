@@ -175,23 +175,17 @@ def engine_lane(node: int, number: int, states: Sequence[State], end: float) -> 
     for state, until in zip(states, ends, strict=True):
         at = max(at, state.start)  # the clock may have been set back
         lane.rows.append((at, state.rows))
-        span = Span(state.phase, at, max(at, until))
-        weights = f"weights {state.update}"
-        if state.phase == "generate":
-            span = with_values(span, note=weights)
-        elif state.phase == "sync":
-            frozen = f", {state.rows} rows frozen" if state.rows else ""
-            span = with_values(span, note=weights + frozen)
-            if state.rows:
-                lane.marks.append(
-                    Mark("swap", at, f"{weights} replace those of {state.rows} rows in flight")
-                )
+        note = f"weights {state.update}" if state.phase in ("generate", "sync") else ""
+        if state.phase == "sync" and state.rows:
+            text = f"{note} replace those of {state.rows} rows in flight"
+            lane.marks.append(Mark("swap", at, text))
+            note += f", {state.rows} rows frozen"
         elif state.phase == "lost":
             lane.marks.append(Mark("lost", at, state.cause))
         elif state.phase == "start" and state.process:
             lane.marks.append(Mark("restart", at, f"restart {state.process}"))
         if state.phase not in ("idle", "end", "lost"):
-            _extend(lane.spans, span)
+            _extend(lane.spans, Span(state.phase, at, max(at, until), note=note))
     return lane
 
 

@@ -30,10 +30,10 @@ def print_table(run: Run) -> None:
     rows = []
     for node in run.nodes:
         ranks = run.of(node, "rank")
-        by_step = step_seconds(ranks)
-        seconds = [
-            f"{phase_seconds(by_step, phase) / len(run.starts):.2f}" for phase in STEP_PHASES
-        ]
+        sums: dict[str, float] = defaultdict(float)
+        for (_, phase), took in step_seconds(ranks).items():
+            sums[phase] += took
+        seconds = [f"{sums[phase] / len(run.starts):.2f}" for phase in STEP_PHASES]
         rows.append(
             [str(node), *seconds, *_engine_cells(run.of(node, "engine"), run.end - run.begin)]
         )
@@ -50,11 +50,6 @@ def _engine_cells(engines: list[Lane], seconds: float) -> list[str]:
     busy = sum(lane.seconds().get("generate", 0.0) for lane in engines) / seconds / len(engines)
     marks = [mark.kind for lane in engines for mark in lane.marks]
     return [f"{100 * busy:.0f} %", str(marks.count("swap")), str(marks.count("restart"))]
-
-
-def phase_seconds(by_step: dict[tuple[int, str], float], phase: str) -> float:
-    """Return the seconds of a phase in all steps, as the log counts them."""
-    return sum(seconds for (_, each), seconds in by_step.items() if each == phase)
 
 
 def step_seconds(ranks: list[Lane]) -> dict[tuple[int, str], float]:
