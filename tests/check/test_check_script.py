@@ -258,7 +258,7 @@ def words_of_settings() -> Iterator[tuple[str, list[str], list[str]]]:
         if name in WORDS:
             valid, invalid = WORDS[name]
         elif isinstance(limit, Number):
-            lowest = limit.least if limit.least is not None else limit.above + 1
+            lowest = max(limit.least, limit.above + 1)
             valid, invalid = [f"{lowest:g}"], [f"{limit.most * 2:.0f}"]
         elif isinstance(limit, OneOf):
             valid, invalid = [limit.values[0]], ["other"]

@@ -245,9 +245,10 @@ class GpuClock:
 def test_a_gpus_stages_are_timed_by_its_own_clock_and_read_at_the_end():
     clock, found = GpuClock(), SyncTimings()
     gpu = SimpleNamespace(type="cuda")
+    stream = SimpleNamespace(record_event=lambda event: event.record(None) or event)
     with (
         mock.patch.object(timings.torch.cuda, "Event", clock.event),
-        mock.patch.object(timings.torch.cuda, "current_stream", return_value=None),
+        mock.patch.object(timings.torch.cuda, "current_stream", return_value=stream),
     ):
         for seconds in (2.0, 3.0):
             with found.stage("gather_s", gpu):
