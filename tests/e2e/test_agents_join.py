@@ -66,6 +66,20 @@ def test_rows_and_losses_are_those_of_a_run_with_engines_of_its_own(tmp_path):
 
 
 @pytest.mark.nightly
+def test_an_agent_on_another_host_joins_a_run_of_one_node(tmp_path):
+    """On namespaces as hosts. The launcher of a single node names the loopback as the address of node 0."""
+    if reason := namespaces_available():
+        pytest.skip(reason)
+    engine = {HOOK: FAKE}
+    env = engine | WITHOUT | {"ENGINES_OF_NODES": "0"}
+    with Nodes(1, 2, folder=tmp_path, env=env, forked=True, namespaces=True, more_hosts=1) as nodes:
+        nodes.launch(SCRIPTS / "story.py", str(tmp_path), "layout")
+        with running_agent(nodes, tmp_path / "agent", engine, host=1):
+            assert nodes.wait(timeout_s=HANG_S) == [0], nodes.tails()
+        assert "agents may join at" in nodes.rank_log(0)
+
+
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_each_of_five_updates_reaches_the_engine_of_another_host(tmp_path):
     """With vLLM, on namespaces as hosts: the log-probs are the trainer's after each update, and not before."""

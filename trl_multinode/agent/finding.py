@@ -3,6 +3,7 @@
 import socket
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import msgspec
@@ -10,6 +11,7 @@ from torch.distributed import TCPStore
 
 from ..engine.agents import POOL_KEY, Notice
 from ..run.reconnecting import connections_to
+from ..wire.handshake import EVERY_HOST
 
 CONNECT_S = 2.0
 ATTEMPT_S = 5.0  # for a connection and a request; a program that is no store may never answer
@@ -35,6 +37,12 @@ def notice_at(address: tuple[str, int]) -> Notice | None:
     if thread.is_alive():
         for end in connections_to(address[1]):
             end.shutdown(socket.SHUT_RDWR)
-    with suppress(msgspec.MsgspecError):
-        return msgspec.json.decode(found[0], type=Notice) if found else None
+    with suppress(msgspec.MsgspecError, IndexError):
+        notice = msgspec.json.decode(found[0], type=Notice)
+        # a single node does not know by which of its addresses others reach it
+        ports = [
+            replace(port, host=address[0]) if port.host == EVERY_HOST else port
+            for port in notice.ports
+        ]
+        return Notice(notice.run, ports)
     return None

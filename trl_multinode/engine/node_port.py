@@ -13,7 +13,7 @@ import msgspec
 from ..run.addresses import route_to
 from ..run.topology import Topology
 from ..run.versions import local_versions
-from ..wire.handshake import Pool
+from ..wire.handshake import EVERY_HOST, Pool
 from ..wire.port import Port, Service
 from ..wire.secret import pool_secret
 
@@ -81,8 +81,10 @@ class NodePort(Background):
         services: Mapping[str, Service],
         report: Callable[[str], None],
     ):
-        # on the interface that leads to node 0, and on no other one
-        host = route_to(os.environ["MASTER_ADDR"]) or "127.0.0.1"
+        # on the interface that leads to node 0, and on no other one. The launcher of a single node names the loopback
+        host = EVERY_HOST
+        if topology.num_nodes > 1:
+            host = route_to(os.environ["MASTER_ADDR"]) or "127.0.0.1"
         port = Port(host, topology.node, pool_of(store), services, report)
         store.set(f"port/{topology.node}", msgspec.json.encode(port.address).decode())
         super().__init__(port.serve(), "node-port")

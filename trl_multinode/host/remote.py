@@ -1,6 +1,7 @@
 """Services of a node for other nodes, and the engines of agents that join the run, as one of its ranks sees them."""
 
 import os
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -81,7 +82,8 @@ class RemoteEngines:
         connection = StoreConnection(address, rank.topology, STORE_TIMEOUT_S)
         text = msgspec.json.encode(notice).decode()
         connection.repeat(lambda store: store.set(POOL_KEY, text), has_reply=False)
-        rank.report(f"agents may join at {address[0]}:{address[1]}")
+        host = address[0] if rank.topology.num_nodes > 1 else socket.gethostname()
+        rank.report(f"agents may join at {host}:{address[1]}")
 
     def _joined(self, number: int, serve: Serve) -> None:
         """Note an agent whose engines serve. The thread of the port calls it."""

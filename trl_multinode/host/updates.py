@@ -258,15 +258,13 @@ class Updates:
             self.ahead_engines.renew_later((), places)
         return bool(places)
 
-    def _wait_for_agents(self) -> None:
+    def _wait_for_agents(self, engines: NodeEngines) -> None:
         """Wait until `remote_engines` of agents serve; report every 15 s how many do. Only the watch ends the wait."""
-        assert self.engines is not None
         wanted = self._rank.settings.remote_engines or 0
         reported = time.monotonic()
         while True:
             self.find_agents()
-            others = self.engines[len(self.engines.own) :]
-            serving = sum(not client.has_ended for client in others if not client.is_near)
+            serving = sum(not client.has_ended for client in engines if client.place.is_of_agent)
             if serving >= wanted:
                 return
             if time.monotonic() - reported > PROGRESS_EVERY_S:
@@ -399,32 +397,33 @@ class Updates:
                 f"{self._rank.topology}: `trainer.close()`, or a later trainer that needs their GPUs, ended this "
                 "trainer's engines. Build another trainer."
             )
-        if version.update == 1:
+        is_first = version.update == 1
+        if is_first:
             # not in `start`, because DeepSpeed may shard the model later
             keep_head_during_backward(base_of(self.model))
             if self._rank.topology.rank == 0 and (line := unchecked(self.model)):
                 self._rank.report(line)
         timings = self._sync.run(version)
         committed = version.update
-        if version.update == 1:
+        if is_first:
             timings.add(self._sync.settle())
         elif self._sync.staged:
             committed = 0  # the engines load it beside training
         # the wait for the replies counts as sync
         asked = EngineGroup(client for client in self.engines if not client.place.is_of_agent)
         self.clocks.read(answers(asked.post_all(Await(min_update=committed))), len(asked))
-        if version.update == 1:
-            engines = (
-                self.engines.serving(range(len(self.engines.own)))
-                if self._rank.fills_slots
-                else None
-            )
-            probe_engines(self.model, engines, self.divergence_limit, self._rank.topology)
+        if is_first:
+            self._probe(self.engines)
         self._presence.activity.synced = True
-        if version.update == 1 and self._rank.has_agents:
+        if is_first and self._rank.has_agents:
             with self._rank.phases("restart"):
-                self._wait_for_agents()
+                self._wait_for_agents(self.engines)
         return timings
+
+    def _probe(self, engines: NodeEngines) -> None:
+        """Compare the log-probs of this node's engines with the trainer's. A collective of all ranks."""
+        own = engines.serving(range(len(engines.own))) if self._rank.fills_slots else None
+        probe_engines(self.model, own, self.divergence_limit, self._rank.topology)
 
     def send_everything(self) -> None:
         """Make the next sync send the frozen weights too."""

@@ -29,6 +29,7 @@ GREETING = b"trl_multinode 1\n"  # with the number of this form of the handshake
 BYTES = 32  # of a random number and of a proof
 FROM_PEER, FROM_PORT = b"peer", b"port"
 SERVICE = "service"
+EVERY_HOST = "0.0.0.0"  # noqa: S104 - a port with it listens on each address of its host
 LINK_S = 30.0  # silence after which a rank gives a link up; as `heartbeat_timeout`
 
 Facts = dict[str, str]
