@@ -27,6 +27,7 @@ from trl_multinode.tools.plan.sync_seconds import (
     pause_seconds,
     projected,
     pull_seconds,
+    stage_seconds,
 )
 from trl_multinode.tools.plan.task import Task
 from trl_multinode.tools.plan.training import STATE_BYTES
@@ -127,6 +128,14 @@ def test_a_pull_takes_the_models_bytes_over_a_link_and_more_if_fewer_nodes_send_
     assert pull_seconds(Sync(80 * GB, nodes=2, agents=6), rates) == pytest.approx(
         6 / 2 * 80 / 50 / NIC_SHARE
     )
+
+
+@pytest.mark.parametrize(("ranks", "share"), [((7, 8, 8, 8), 30 / 31), ((0, 8, 8, 8), 2 / 3)])
+def test_nodes_with_different_numbers_of_ranks_receive_what_all_other_ranks_have(ranks, share):
+    plan = task("8B")
+    split = weight_sync(plan, split_layouts(plan, ranks)[-1])
+    across = stage_seconds(split, Rates(nic=50 * GB, hop_s=0.0))["across"]
+    assert across == pytest.approx(share * split.num_bytes / (50 * GB * NIC_SHARE))
 
 
 def test_ranks_never_wait_for_a_pull_and_engines_only_without_rows_in_flight():

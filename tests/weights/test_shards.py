@@ -68,7 +68,8 @@ def test_pieces_of_uneven_nodes_come_to_each_holder_in_the_order_of_the_ranks(no
     """Two buckets are in flight, as in a sync, and each rank of a node holds one of them in turn."""
     world = sum(nodes)
 
-    def body(rank: int) -> list[list[bool]]:
+    def body(rank: int) -> list[int]:
+        counted = count_collectives()
         gather = ShardGather(CPU, nodes)
         tensors = [tensor + index for index in range(6) for tensor in full_tensors()]
         parts = [zero3_piece(tensor, rank, world) for tensor in tensors]
@@ -81,6 +82,8 @@ def test_pieces_of_uneven_nodes_come_to_each_holder_in_the_order_of_the_ranks(no
                 continue
             held.append(found(gather, *begun.pop(0)))
         held += [found(gather, *one) for one in begun]
+        # one gather of all ranks for each bucket
+        assert counted == [gather.across, gather.within] == [6, 0]
         for index, bucket in enumerate(held):
             expected = tensors[index * len(SHAPES) : (index + 1) * len(SHAPES)]
             assert not bucket or all(map(torch.equal, bucket, expected))
@@ -89,6 +92,7 @@ def test_pieces_of_uneven_nodes_come_to_each_holder_in_the_order_of_the_ranks(no
     def found(gather: ShardGather, holder: int, gathering: Gathering) -> list[torch.Tensor]:
         pieces = gathering.wait()
         whole = [piece.copy() for piece in pieces] if gather.local_rank == holder else []
+        assert whole or all(piece.data.numel() == 0 for piece in pieces)
         gathering.close()
         return whole
 

@@ -5,12 +5,14 @@ DeepSpeed's `GatheredParameters(list)` launches an all-gather per parameter and 
 the dtype they are sent in, and two steps gather the buffers of W ranks on N nodes:
 
 1. Ranks with the same local rank all-gather across nodes: a node receives every other node's pieces once, `(N-1)/N` of
-   the bucket, whereas an all-gather over all ranks sends `(W-1)/W` of it to each node. Where the smallest node has
-   fewer ranks, only as many of each node take part; the others of the node first send them their pieces.
+   the bucket, whereas an all-gather over all ranks sends `(W-1)/W` of it to each node.
 2. Inside each node one rank receives the other ranks' buffers through the node's own memory, while the next bucket is
    already on the network: the local main process, or by turns each rank, so that all PCIe links of a node copy.
 
-Before both steps, `even_pieces.py` spreads tensors of few rows that FSDP2 shards, such as fused experts.
+If nodes have different numbers of ranks, some ranks have no counterpart on the smallest node. One all-gather over all
+ranks then replaces both steps: every rank receives the bucket, and all but one of each node drop it.
+
+Before that, `even_pieces.py` spreads tensors of few rows that FSDP2 shards, such as fused experts.
 
 `ShardGather` issues collectives; `tests/test_architecture.py` lists every module that does.
 """
@@ -57,66 +59,36 @@ class ShardGather:
         starts = [0, *accumulate(counts)]
         node = bisect(starts, rank) - 1
         self.place = f"node {node}, rank {rank}"
-        self._first, self.ranks = starts[node], counts[node]
-        self.local_rank = rank - self._first
-        self._nodes, largest = len(counts), max(counts)
-        # ranks of each node that all-gather, and the pieces of each: those of the node with the most ranks
-        self._crossing = min(counts)
-        self._carried = [-(-(largest - local) // self._crossing) for local in range(self._crossing)]
-        # rows of all pieces in the order of the ranks, if they do not arrive in it
-        self._order: torch.Tensor | None = None
-        if largest > self._crossing:
-            self._order = self._rank_order(counts).to(device)
-        peers = [[start + local for start in starts[:-1]] for local in range(self._crossing)]
-        ranks = [list(range(*ends)) for ends in pairwise(starts)]
+        self.ranks, self.local_rank = counts[node], rank - starts[node]
+        # groups that gather across nodes: one for each local rank, or a single one of all ranks if nodes differ
+        groups = self.ranks if len({*counts}) == 1 else 1
+        self.gathers_within = groups > 1
+        self._peers = self.world // groups  # ranks of such a group
+        ranks = list(range(self.world))
+        peers = [ranks[first::groups] for first in range(groups)]
+        neighbours = [ranks[slice(*ends)] for ends in pairwise(starts)]
         # every rank creates every group, in the same order
-        self._across = dist.new_subgroups_by_enumeration(peers)[0] if self._nodes > 1 else None
-        self._within = dist.new_subgroups_by_enumeration(ranks)[0] if largest > 1 else None
-
-    def _rank_order(self, counts: list[int]) -> torch.Tensor:
-        """Return where each rank's piece is among those of all groups across nodes, as `collect` receives them."""
-        starts = [0, *accumulate(carried * self._nodes for carried in self._carried)]
-        order = []
-        for node, count in enumerate(counts):
-            for local in range(count):
-                turn, group = divmod(local, self._crossing)
-                order.append(starts[group] + node * self._carried[group] + turn)
-        return torch.tensor(order)
-
-    @property
-    def num_carried(self) -> int:
-        """Number of pieces that this rank sends across nodes; 1 if another rank of its node sends its piece."""
-        return self._carried[self.local_rank] if self.local_rank < self._crossing else 1
+        self._across = dist.new_subgroups_by_enumeration(peers)[0] if self._peers > 1 else None
+        self._within = dist.new_subgroups_by_enumeration(neighbours)[0] if max(counts) > 1 else None
 
     @property
     def is_local_main(self) -> bool:
         return self.local_rank == 0
 
     @property
-    def gathers_within(self) -> bool:
-        """Return whether any node has several ranks."""
-        return self._within is not None
-
-    @property
     def buckets_at_peak(self) -> float:
         """Largest memory of a rank, in buckets, while the sync has one under way, gathers one and copies one.
 
         The last two are whole on the local main process. Of the first two it has the pieces of all ranks with its
-        local rank, which are the whole bucket with one rank per node, and its own, from which the all-gather sends.
-        gloo gathers both into another copy; NCCL takes nothing. PyTorch copies pieces that do not follow each other
-        from a GPU to host memory by way of another copy on the GPU (read in its `Copy.cu`). Pieces of uneven nodes are
-        copied into the order of the ranks.
+        local rank, which are the whole bucket with one rank per node or if nodes differ, and its own, from which the
+        all-gather sends. gloo gathers both into another copy; NCCL takes nothing. PyTorch copies pieces that do not
+        follow each other from a GPU to host memory by way of another copy on the GPU (read in its `Copy.cu`).
         """
-        carried = (
-            self._carried[0] / self.world
-        )  # the most of any rank, because all ranks plan the same buckets
-        peers = self._nodes * carried
-        under_way = 2 * carried if self._nodes > 1 else 0.0
-        if self._nodes > 1 and dist.get_backend() == "gloo":
+        peers = self._peers / self.world
+        under_way = 2 / self.world if self._across is not None else 0.0
+        if self._across is not None and dist.get_backend() == "gloo":
             under_way += 2 * peers
         temporary = 1.0 if self.buffers.device.type == "cuda" and self.world > 1 else 0.0
-        if self._order is not None:
-            temporary += 1
         return under_way + temporary + (2 + 2 * peers if self.gathers_within else 3)
 
     def extremes(self, value: int) -> tuple[int, int]:
@@ -126,72 +98,42 @@ class ShardGather:
             dist.all_reduce(both, dist.ReduceOp.MAX)
         return -int(both[0]), int(both[1])
 
-    def cross(self, pieces: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Gather pieces across nodes, which is under way on return.
-
-        Args:
-            pieces (`torch.Tensor` of shape `(num_carried, size)`):
-                Memory for the pieces that this rank sends, with its own piece in the first row.
-
-        Returns:
-            The pieces of this rank's group, `(nodes * num_carried, size)`, empty if it is in none, and the work to
-            wait for, if any.
-        """
-        if self._order is not None:
-            self._pass_within(pieces)
+    def cross(self, mine: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the buffers of this rank's group across nodes, `(peers, size)`, and the work to wait for, if any."""
         if self._across is None:
-            return (pieces if self._nodes == 1 else pieces[:0]), None
+            return mine.view(1, -1), None
         self.across += 1
-        peers = self.buffers.take("peers", self._nodes * pieces.numel())
-        return peers.view(-1, pieces.shape[1]), dist.all_gather_into_tensor(
-            peers, pieces.view(-1), self._across, async_op=True
+        peers = self.buffers.take("peers", self._peers * mine.numel())
+        return peers.view(self._peers, -1), dist.all_gather_into_tensor(
+            peers, mine, self._across, async_op=True
         )
 
-    def _pass_within(self, pieces: torch.Tensor) -> None:
-        """Send the piece of a rank that is in no group across nodes to one of its node that is."""
-        self.within += 1
-        group = self.local_rank % self._crossing
-        if self.local_rank != group:
-            self._exchange(dist.isend, [(pieces[0], group)])
-            return
-        others = range(group + self._crossing, self.ranks, self._crossing)
-        self._exchange(dist.irecv, list(zip(pieces[1:], others, strict=False)))
-
     def collect(self, peers: torch.Tensor, holder: int) -> torch.Tensor | None:
-        """Return the pieces of all ranks, `(nodes, ranks of a node, size)`, on local rank `holder`; `None` elsewhere.
+        """Return the buffers of all ranks, `(peers, groups, size)`, on local rank `holder`; `None` elsewhere.
 
-        Those of uneven nodes are `(1, world_size, size)`. It uses sends and receives, because gloo's gather makes an
-        extra copy of all data.
+        It uses sends and receives, because gloo's gather makes an extra copy of all data.
         """
         if not self.gathers_within:
-            return peers.unsqueeze(1)
+            return peers.unsqueeze(1) if self.local_rank == holder else None
         self.within += 1
         if self.local_rank != holder:
-            if len(peers):
-                self._exchange(dist.isend, [(peers, holder)])
+            self._exchange(dist.isend, {holder: peers})
             return None
-        size = peers.shape[1]
-        rows = [self._nodes * carried for carried in self._carried]
-        name = "every" if self._order is None else "received"
-        every = self.buffers.take(name, sum(rows) * size).view(-1, size)
-        groups = every.split(rows)
-        others = [(pieces, local) for local, pieces in enumerate(groups) if local != holder]
+        every = self.buffers.take("every", self.ranks * peers.numel()).view(
+            self.ranks, *peers.shape
+        )
+        others = {local: part for local, part in enumerate(every) if local != holder}
         self._exchange(dist.irecv, others)
-        if holder < self._crossing:
-            groups[holder].copy_(peers)
-        if self._order is None:
-            return every.view(self.ranks, self._nodes, size).transpose(0, 1)
-        ordered = self.buffers.take("every", self.world * size).view(-1, size)
-        torch.index_select(every, 0, self._order, out=ordered)
-        self.buffers.give_back("received", every)
-        return ordered.unsqueeze(0)
+        every[holder].copy_(peers)
+        return every.transpose(0, 1)
 
-    def _exchange(self, operation: Callable, parts: list[tuple[torch.Tensor, int]]) -> None:
-        """Send or receive parts, each to or from a local rank of this node, and wait for them."""
+    def _exchange(self, operation: Callable, parts: dict[int, torch.Tensor]) -> None:
+        """Send or receive the parts of local ranks of this node, to or from each, and wait for them."""
         operations = [
-            dist.P2POp(operation, part, self._first + local, self._within) for part, local in parts
+            dist.P2POp(operation, part, group=self._within, group_peer=local)
+            for local, part in parts.items()
         ]
-        for work in dist.batch_isend_irecv(operations) if operations else ():
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
 
     def meet(self, *values: int) -> list[int]:
@@ -241,11 +183,9 @@ class Gathering:
             end = size + (sent.end - sent.first) * dtype.itemsize
             self._parts.append((shard, dtype, sent, slice(size, end)))
             size = -(-end // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-        size = max(size, PIECE_ALIGNMENT)
-        pieces = gather.buffers.take("mine", gather.num_carried * size).view(-1, size)
-        self._mine = pieces[0]
+        self._mine = gather.buffers.take("mine", max(size, PIECE_ALIGNMENT))
         self._pack()
-        self._peers, self._work = gather.cross(pieces)
+        self._peers, self._work = gather.cross(self._mine)
         self._taken = {"mine": self._mine}
         if self._work is not None:
             self._taken["peers"] = self._peers

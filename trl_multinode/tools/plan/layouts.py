@@ -218,6 +218,7 @@ def weight_sync(task: Task, layout: Layout) -> Sync:
         ranks=layout.fewest,
         tensor_parallel=layout.engine.tensor_parallel,
         calls=task.model.loader_calls,
+        gathering=0 if layout.fewest == max(layout.ranks) else sum(layout.ranks),
         agents=layout.ranks.count(0),
     )
 

@@ -6,7 +6,8 @@ A sync of B bytes has stages that work at the same time, each on another bucket,
 
 N nodes of R training ranks each; an engine spreads the weights over T GPUs. Rates are those of [`Rates`]:
 
-    across   (N-1)/N B / (rails nic) + buckets (N-1) hop_s     all-gather of the ranks with the same local rank
+    across   (N-1)/N B / (rails nic) + buckets (N-1) hop_s     all-gather of the ranks with the same local rank; if
+                                                               nodes differ, of all W ranks: (W-1)/W instead
     within   (R-1)/R B / nvlink                                from the node's other ranks to its local main process
     copy     host: B / locked     ipc: B / device     nccl: B / device + B / nvlink
     load     host: B / locked     ipc: workers B / nvlink      nccl: B / nvlink + B / device
@@ -71,6 +72,8 @@ class Sync:
             GPUs over which one engine spreads its weights.
         calls (`int`, *optional*, defaults to 0):
             Calls of vLLM's loaders: one or two per tensor, whatever its size.
+        gathering (`int`, *optional*):
+            Ranks of an all-gather across nodes. Default: one of each node.
         agents (`int`, *optional*, defaults to 0):
             Nodes that only generate; `nodes` are those that train.
         transport (`str`, *optional*, defaults to `"host"`):
@@ -86,6 +89,7 @@ class Sync:
     workers: int = 1
     tensor_parallel: int = 1
     calls: int = 0
+    gathering: int = 0
     agents: int = 0
     transport: str = "host"
     sender_locked: bool = True
@@ -105,8 +109,8 @@ def pipelined(stages: Iterable[float], buckets: float) -> float:
 
 def stage_seconds(sync: Sync, rates: Rates = Rates()) -> dict[str, float]:
     """Return the seconds of each overlapping stage, and of the commit after them."""
-    size, others = sync.num_bytes, sync.nodes - 1
-    across = others / sync.nodes * size / (sync.rails * rates.nic * NIC_SHARE)
+    size, gathering = sync.num_bytes, sync.gathering or sync.nodes
+    across = (gathering - 1) / gathering * size / (sync.rails * rates.nic * NIC_SHARE)
     neighbour, device = size / rates.nvlink, size / rates.device
     if sync.transport == "host":
         copy = size / (rates.locked if sync.sender_locked else rates.pageable)
@@ -116,7 +120,7 @@ def stage_seconds(sync: Sync, rates: Rates = Rates()) -> dict[str, float]:
     else:
         copy, load = device + neighbour, neighbour + device  # both wait for the broadcast
     return {
-        "across": across + sync.buckets * others * rates.hop_s,
+        "across": across + sync.buckets * (sync.nodes - 1) * rates.hop_s,
         "within": (sync.ranks - 1) / sync.ranks * neighbour,
         "copy": copy,
         "load": load + device / sync.tensor_parallel + sync.calls * rates.call_s,
