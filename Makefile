@@ -69,6 +69,7 @@ bench: setup
 	python benchmarks/exchange.py
 	python benchmarks/sync.py
 	python benchmarks/few_rows.py
+	python benchmarks/pulls.py
 	python benchmarks/loader_calls.py
 	python benchmarks/projection.py --png docs/operate/projection.png
 	python benchmarks/transports.py
