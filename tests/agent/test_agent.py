@@ -69,9 +69,9 @@ def test_an_agent_that_was_there_first_serves_a_run_as_a_local_engine_does(tmp_p
         with run_of(store, tmp_path) as run:
             number = run.agent()
             assert number == NODES
-            serve = run.serving[number]
-            assert (serve.engines, serve.max_model_len) == (1, CONTEXT)
+            assert run.serving[number].engines == 1
             with closing(run.engines_of(number, tmp_path / "load")) as engines:
+                assert engines.max_model_len == CONTEXT
                 got = rows_of(engines)
         until(lambda: run.left == [number])
         assert agent.process.is_alive()
@@ -95,8 +95,9 @@ def test_engines_stay_for_the_next_run_unless_it_differs(store, tmp_path):
         for name, context in (("a", 64), ("b", 64), ("c", 48)):
             with run_of(store, tmp_path, settings_of(context), name) as run:
                 number = run.agent()
-                assert number == NODES and run.serving[number].max_model_len == context
-                pids.append(engine_pid(run, number, load))
+                with closing(run.engines_of(number, load)) as engines:
+                    assert number == NODES and engines.max_model_len == context
+                    pids.append(engines[0].ready.pid)
         assert pids[0] == pids[1] != pids[2] and not is_running(pids[0])
         assert "max_model_len" in agent.text and agent.process.is_alive()
 

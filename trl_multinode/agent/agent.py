@@ -34,7 +34,7 @@ from ..wire.handshake import Pool
 from ..wire.secret import pool_secret
 from ..wire.stop_signals import preempt_signals
 from .finding import notice_at
-from .member import Member, join
+from .member import Member
 
 POLL_S = 2.0  # between two looks for a run
 WAITING_EVERY_S = 15.0
@@ -107,7 +107,7 @@ class Agent:
         while not self._serve(*self._join()):
             time.sleep(POLL_S)
 
-    def _join(self) -> tuple[Notice, Pool, socket.socket, Start]:
+    def _join(self) -> tuple[Notice, Pool, Member]:
         """Wait for a run, and join it."""
         address, begin = self._flags.join, time.monotonic()
         num_lines = 0
@@ -120,12 +120,12 @@ class Agent:
             if notice is not None:
                 pool = pool_of_run(notice.run)
                 with suppress(*LEAVES):  # the port of a run that ends, or has not begun
-                    return notice, pool, *join(notice.ports[0], pool, self._number)
+                    return notice, pool, Member(notice.ports[0], pool, self._number, report)
             time.sleep(POLL_S)
 
-    def _serve(self, notice: Notice, pool: Pool, stream: socket.socket, start: Start) -> bool:
+    def _serve(self, notice: Notice, pool: Pool, member: Member) -> bool:
         """Serve a run, and return whether it has ended. Otherwise this agent joins it again, with all engines."""
-        member = Member(stream, notice.ports[0], pool, start.number, report)
+        start = member.start
         report(f"node {start.number} of the run {notice.run}")
         with closing(member):
             settings = self._engine_settings(start)
@@ -144,8 +144,7 @@ class Agent:
                 with closing(pulled) as updates:
                     while not member.ended.is_set() and restarts.count == count:
                         if updates.pull(PULL_S) is not None:
-                            slots = min(engine.ready.slots for engine in engines)
-                            member.serve(fleet.sockets, slots, engines.max_model_len)
+                            member.serve(fleet.sockets)
             except LEAVES as error:
                 # the end of a run may be noticed here first
                 if not member.ended.wait(POLL_S):

@@ -17,59 +17,47 @@ DIAL_S = 10.0
 START_S = 60.0  # for the files of a model's folder
 
 
-def join(node_0: PortAddress, pool: Pool, number: int) -> tuple[socket.socket, Start]:
-    """Join a run, and return the connection and what the engines start with.
+class Member(Background):
+    """Membership in a run, from the construction to `close` or to the end of the run.
+
+    Args:
+        node_0 (`PortAddress`), pool (`Pool`):
+            Port of node 0, secret and facts of the run.
+        number (`int`):
+            Number for which the engines of this agent were started, 0 if there are none.
+        report (`Callable[[str], None]`):
+            Function that prints a line.
+
+    Attributes:
+        start (`Start`):
+            What the engines start with.
+        ended (`threading.Event`):
+            Set once the run has ended, or its node 0 is silent.
 
     Raises:
         `ConfigurationError`: if the secrets differ, or if node 0 refuses the run or a version.
         `EngineDiedError`, `EOFError`, `OSError`: if the run has ended, or has not begun.
     """
-    stream = dial(node_0, pool, AGENTS, DIAL_S)
-    stream.setblocking(False)
 
-    async def ask() -> Start:
-        await send(stream, Join(socket.gethostname(), number), DIAL_S)
-        return await receive(stream, Start, START_S)
-
-    try:
-        return stream, asyncio.run(ask())
-    except BaseException:
-        stream.close()
-        raise
-
-
-class Member(Background):
-    """Membership in a run, from the construction to `close` or to the end of the run.
-
-    Args:
-        stream (`socket.socket`):
-            Connection to node 0, as `join` returns it.
-        node_0 (`PortAddress`), pool (`Pool`), number (`int`):
-            Port of node 0, facts of the run, number of this agent.
-        report (`Callable[[str], None]`):
-            Function that prints a line.
-
-    Attributes:
-        ended (`threading.Event`):
-            Set once the run has ended, or its node 0 is silent.
-    """
-
-    def __init__(
-        self,
-        stream: socket.socket,
-        node_0: PortAddress,
-        pool: Pool,
-        number: int,
-        report: Callable[[str], None],
-    ):
+    def __init__(self, node_0: PortAddress, pool: Pool, number: int, report: Callable[[str], None]):
         self.ended = threading.Event()
-        self._stream = stream
         self._beat = Beat()
-        # on the interface that leads to node 0, and on no other one
-        host = route_to(node_0.host) or "127.0.0.1"
         self._services: dict[str, Service] = {}
-        self._port = Port(host, number, pool, self._services, report)
+        self._stream = dial(node_0, pool, AGENTS, DIAL_S)
+        try:
+            self._stream.setblocking(False)
+            self.start = asyncio.run(self._join(number))
+            # on the interface that leads to node 0, and on no other one
+            host = route_to(node_0.host) or "127.0.0.1"
+            self._port = Port(host, self.start.number, pool, self._services, report)
+        except BaseException:
+            self._stream.close()
+            raise
         super().__init__(self._keep(), "member")
+
+    async def _join(self, number: int) -> Start:
+        await send(self._stream, Join(socket.gethostname(), number), DIAL_S)
+        return await receive(self._stream, Start, START_S)
 
     async def _keep(self) -> None:
         try:
@@ -82,7 +70,7 @@ class Member(Background):
             self._stream.close()
             self.ended.set()
 
-    def serve(self, sockets: Sequence[Path], slots: int, max_model_len: int) -> None:
-        """Serve rows from now on, and let node 0 know it."""
+    def serve(self, sockets: Sequence[Path]) -> None:
+        """Serve rows of the engines with these sockets from now on, and let node 0 know it."""
         self._services.update(row_services(sockets))
-        self._beat = Beat(Serve(self._port.address, len(sockets), slots, max_model_len))
+        self._beat = Beat(Serve(self._port.address, len(sockets)))

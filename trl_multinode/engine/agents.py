@@ -77,8 +77,6 @@ class Serve(msgspec.Struct, frozen=True):
 
     address: PortAddress
     engines: int
-    slots: int  # rows that each of them generates at once
-    max_model_len: int  # tokens
 
 
 class Beat(msgspec.Struct, frozen=True):
