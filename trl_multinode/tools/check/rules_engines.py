@@ -1,6 +1,11 @@
 """Rules for the engines: GPUs that are left over, tensor parallelism and attention heads."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
 
 from ...errors import ConfigurationError
 from ...run.gpu_variables import gpu_variable
@@ -91,13 +96,14 @@ def head_problems(launch: Launch) -> Iterator[Problem]:
 
 def _attention_heads(launch: Launch) -> int | None:
     """Return the number of attention heads from the model's config, if this machine has it; nothing is downloaded."""
-    from transformers import PretrainedConfig
-
-    name, revision = launch.script.model, launch.script.revision
+    name = launch.script.model
     if name is None:
         return None
+    path: Any = Path(name) / "config.json"
     try:
-        config, _ = PretrainedConfig.get_config_dict(name, revision=revision, local_files_only=True)
-    except (OSError, ValueError):  # not a name on the Hub, or not in the cache
+        if not path.is_file():
+            path = try_to_load_from_cache(name, "config.json", revision=launch.script.revision)
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):  # not a name on the Hub, or not in the cache
         return None
     return (config.get("text_config") or config).get("num_attention_heads")
