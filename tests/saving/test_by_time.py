@@ -92,16 +92,21 @@ def test_all_ranks_follow_the_clock_of_rank_0(tmp_path):
         callback = SaveByTime(10.0, StepDecision(topology_of(rank), client, "save"))
         train = callback.on_step_end
 
-        def collective_first(args, state, control):
-            meetings.add(f"step{state.global_step}", 1)
-            while meetings.add(f"step{state.global_step}", 0) < RANKS:
+        def meet(name: str) -> None:
+            meetings.add(name, 1)
+            while meetings.add(name, 0) < RANKS:
                 pass
+
+        def collective_first(args, state, control):
+            meet(f"step{state.global_step}")
             train(args, state, control)
 
         callback.on_step_end = collective_first
         # other clocks would save at once
         minutes = 4.0 if rank == 0 else 100.0
         saved = run(callback, clock, [minutes * MINUTE] * 12, rank=rank)
+        # rank 0 deletes an old decision after it has written a new one
+        meet("over")
         keys = [step for step in range(13) if client.check([f"save/1/{step}"])]
         return [saved, keys]
 

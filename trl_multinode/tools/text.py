@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 if TYPE_CHECKING:
     from jinja2 import Environment
     from rich.table import Table
@@ -129,6 +127,9 @@ def read_keys(path: str, cure: str) -> dict[str, Any]:
     Raises:
         [`FileError`]: if it cannot be read.
     """
+    # not with the module, because other commands than those that read one start without a library
+    import yaml
+
     try:
         file = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
