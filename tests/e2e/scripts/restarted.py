@@ -65,12 +65,15 @@ class Rows:
 
 
 def kill(host: NodeHost, death: dict) -> None:
-    process = host.updates._fleet._processes[0]
+    fleet = host.updates._fleet
+    # the process that an earlier death has begun
+    while not fleet.restarts.is_ready(0):
+        time.sleep(0.01)
+    process = fleet._processes[0]
     print(f"KILL {death} pid {process.pid}", flush=True)
-    client = host.updates.engines[0]
     os.kill(process.pid, signal.SIGKILL)
-    # a forked engine ends a little later than the process that stands for it
-    while process.is_alive() or not client.has_ended:
+    # until its owner has noticed, which looks twice a second: a step may be shorter
+    while fleet._processes[0] is process:
         time.sleep(0.01)
 
 
