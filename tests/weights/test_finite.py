@@ -11,7 +11,6 @@ from served import Keeper, serving
 from test_weight_sync import Sharded
 from torch import nn
 
-import trl_multinode.host.updates as host_module
 from multinode_kit.models import tiny_qwen2
 from multinode_kit.sources import prepare
 from trl_multinode.errors import WeightsNotFiniteError
@@ -217,7 +216,6 @@ def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
             return []
 
     told, timings = [], SyncTimings()
-    monkeypatch.setattr(host_module, "probe_engines", lambda *_: None)
     for rank in (0, 1):
         topology = SimpleNamespace(rank=rank, is_local_main=False)
         updates = SimpleNamespace(
@@ -231,6 +229,7 @@ def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
             engines=Engines(), model=model,
             divergence_limit=1.0, clocks=SimpleNamespace(read=lambda *_: None),
             _presence=SimpleNamespace(activity=SimpleNamespace()),
+            _probe=lambda engines: None,
         )  # fmt: skip
         for update in (1, 2):
             assert Updates.sync(updates, WeightVersion(update)) is timings
