@@ -204,6 +204,7 @@ ELSEWHERE = {
     ],
     "devices, packages or engines of a node, which `doctor` examines": [
         "engine/settings.py: check_vllm",
+        "libraries.py: check_trl",
         "rollouts/requests.py: check_logprobs",
         "run/gpu_variables.py: _no_gpu",
         "run/gpu_variables.py: check_accelerator",
