@@ -100,8 +100,8 @@ class NodeTrainer(HubTrainer):
             return
         self.host = NodeHost(settings)
         with self.host.watch.guard(self.host.close), self.host.phases("set-up"):
-            untested = check_trl(type(self))
             self._check_call(self.host, settings, call)
+            untested = check_trl(type(self))
             if self.host.topology.rank == 0:
                 report_start(settings, self.host, untested)
             self.host.start_early(partial(outline, settings, call), self._engine_keywords(settings))
