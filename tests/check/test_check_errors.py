@@ -184,6 +184,7 @@ ELSEWHERE = {
         "call_checks.py: check_in_flight",
         "call_checks.py: check_math_verify",
         "images.py: check_images",
+        "libraries.py: check_trl",
         "rollouts/generation.py: __init__",
         "rollouts/generation.py: __setattr__",
         "rollouts/one_prompt.py: check_one_prompt",
@@ -204,7 +205,6 @@ ELSEWHERE = {
     ],
     "devices, packages or engines of a node, which `doctor` examines": [
         "engine/settings.py: check_vllm",
-        "libraries.py: check_trl",
         "rollouts/requests.py: check_logprobs",
         "run/gpu_variables.py: _no_gpu",
         "run/gpu_variables.py: check_accelerator",
