@@ -184,6 +184,7 @@ ELSEWHERE = {
         "call_checks.py: check_in_flight",
         "call_checks.py: check_math_verify",
         "images.py: check_images",
+        "libraries.py: check_trl",
         "rollouts/generation.py: __init__",
         "rollouts/generation.py: __setattr__",
         "rollouts/one_prompt.py: check_one_prompt",
