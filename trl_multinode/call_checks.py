@@ -43,8 +43,9 @@ KEPT_COLUMNS = {
     "images",
 }
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-# Sizes of an attention head with a kernel in vLLM's CPU build 0.31 (its own list lacks 48); 576: latent attention
-CPU_HEAD_SIZES = {32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512, 576}
+# Elements of a head, and of latent attention's cache, for which vLLM's CPU build 0.31 has kernels; its list lacks 48
+CPU_HEAD_SIZES = {32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}
+CPU_LATENT_SIZES = {576}
 # PEFT's methods whose layers a sync sends; `weights/peft_source.py` checks their variants
 SENT_ADAPTERS = {"LORA"}
 
@@ -551,13 +552,14 @@ def check_cpu_engines(text: Any, args: TrainingArguments, dtype: torch.dtype) ->
     if "TRL_MULTINODE_ENGINE_MODULE" in os.environ:
         return
     latent = any(each.latent for each in layers.attention)
-    if missing := {each.latent or each.key_size for each in layers.attention} - CPU_HEAD_SIZES:
+    expected = CPU_LATENT_SIZES if latent else CPU_HEAD_SIZES
+    if wrong := {each.latent or each.key_size for each in layers.attention} - expected:
         raise ConfigurationError(
             f"vLLM's CPU build has no attention kernel for the `{'kv_lora_rank' if latent else 'head_dim'}` of "
-            f"{text.model_type}, got {min(missing)} elements.",
+            f"{text.model_type}, got {min(wrong)} elements.",
             setting="model",
-            got=min(missing),
-            expected=sorted(CPU_HEAD_SIZES),
+            got=min(wrong),
+            expected=sorted(expected),
             cure="Give the engines GPUs, or use a model with another size.",
         )
     dtype = engine_dtype(NodeSettings.of(args), SimpleNamespace(dtype=dtype))

@@ -104,11 +104,17 @@ def test_tokens_are_counted_from_the_masks_that_the_loss_uses():
     completion = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
     tools = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])
     batch = {"prompt_mask": prompt, "completion_mask": completion}
-    assert count_tokens(batch).tolist() == [4 + 7, 16 + 49, 6]
-    assert count_tokens(batch | {"tool_mask": tools}).tolist() == [11, 65, 5]
+    flops = ModelFlops(per_token=1.0, per_square=1.0)
+    assert count_tokens(batch, flops).tolist() == [4 + 7, 16 + 49, 6]
+    assert count_tokens(batch | {"tool_mask": tools}, flops).tolist() == [11, 65, 5]
+    # half of the layers see 5 tokens
+    assert count_tokens(batch, ModelFlops(1.0, 1.0, 5, 0.5)).tolist() == [11, 65 - 2**2 / 2, 6]
     labels = torch.tensor([[-100, 5, 5], [-100, -100, 5]])
-    assert count_tokens({"attention_mask": prompt, "labels": labels}).tolist() == [5, 13, 3]
-    assert count_tokens({"input_ids": prompt}) is None
+    found = count_tokens({"attention_mask": prompt, "labels": labels}, flops)
+    assert found.tolist() == [5, 13, 3]
+    assert count_tokens({"input_ids": prompt}, flops) is None
+    # a model whose FLOPs are not known
+    assert count_tokens(batch, None)[::2].tolist() == [11, 6]
 
 
 # ---- FLOPs
