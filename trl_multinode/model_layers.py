@@ -76,7 +76,7 @@ def layers_of(text: Any) -> ModelLayers:
             Config of the language model, `get_text_config()` of a model of texts and images.
 
     Raises:
-        `AttributeError` or `TypeError`: if the config lacks a number, or has another one for each layer.
+        `AttributeError`, `RuntimeError` or `TypeError`: if the config lacks a number, or has others for each layer.
     """
     count = text.num_hidden_layers
     limit = first_of(text, "sliding_window", "attention_chunk_size")

@@ -165,6 +165,16 @@ def test_gpus_of_an_engine_split_heads_and_states_but_no_latent():
     assert size("deepseek_v2").cache.splits_into(16) and not size("mixtral").cache.splits_into(3)
 
 
+def test_layers_with_sizes_of_their_own_are_counted_one_by_one():
+    text = AutoConfig.for_model("llama", **SMALL)
+    text.per_layer_config = {0: {"num_key_value_heads": 4, "head_dim": 64}}
+    assert layers_of(text).cache_elements(1) == 2 * (4 * 64 + 3 * 2 * 32)
+    # transformers refuses to name one number for all layers
+    text.per_layer_config = {0: {"sliding_window": 8}}
+    with pytest.raises(RuntimeError):
+        layers_of(text)
+
+
 def test_layers_that_read_the_cache_of_others_have_none():
     text = AutoConfig.for_model("gemma4_text", **CONFIGS["gemma4_text"], num_kv_shared_layers=2)
     assert [(each.number, each.window) for each in layers_of(text).attention] == [(2, 100)]

@@ -143,14 +143,19 @@ def test_model_flops_are_6_n_without_the_lookup_and_12_lhq_for_the_attention(tie
 
 @pytest.mark.nightly
 def test_a_token_uses_only_some_experts():
-    def per_token(used: int) -> float:
+    def model(used: int):
         experts = Qwen3MoeConfig(
             vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
             num_attention_heads=4, num_key_value_heads=4, num_experts=8, num_experts_per_tok=used,
         )  # fmt: skip
-        return model_flops(AutoModelForCausalLM.from_config(experts)).per_token
+        return AutoModelForCausalLM.from_config(experts)
 
-    assert per_token(8) - per_token(2) == pytest.approx(6 * 2 * 3 * 32 * 16 * (8 - 2))
+    all_used, few_used = (model_flops(model(used)).per_token for used in (8, 2))
+    assert all_used - few_used == pytest.approx(6 * 2 * 3 * 32 * 16 * (8 - 2))
+    # a config that counts its experts under another name
+    uncounted = model(2)
+    uncounted.config.num_experts = 0
+    assert model_flops(uncounted).per_token == all_used
 
 
 @pytest.mark.nightly

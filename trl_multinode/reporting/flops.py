@@ -85,18 +85,14 @@ class ModelFlops:
     window: int = 0  # tokens
     limited: float = 0.0  # share of `per_square` in layers with a window
 
-    def squares(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the squared lengths of rows, less what layers with a window leave out."""
-        beyond = (lengths - self.window).clamp(min=0)
-        return lengths.square() - self.limited * beyond.square()
+    def squares(self, lengths: Any) -> Any:
+        """Return the squared lengths of rows, a tensor or a number, less what layers with a window leave out."""
+        beyond = (lengths - self.window) * (lengths > self.window)
+        return lengths**2 - self.limited * beyond**2
 
     def of(self, tokens: float, squares: float) -> float:
         """Return the FLOPs of rows with `tokens` tokens and the sum `squares` of `squares(lengths)`."""
         return self.per_token * tokens + self.per_square * squares
-
-    def of_row(self, tokens: float) -> float:
-        """Return the FLOPs of a row."""
-        return self.of(tokens, self.squares(torch.tensor(tokens, dtype=torch.float64)).item())
 
 
 def model_flops(model: torch.nn.Module) -> ModelFlops | None:
@@ -108,7 +104,7 @@ def model_flops(model: torch.nn.Module) -> ModelFlops | None:
     except (
         AttributeError,
         TypeError,
-        NotImplementedError,
+        RuntimeError,
     ):
         return None
 
@@ -117,6 +113,7 @@ def text_flops(model: Any) -> ModelFlops:
     """Return the FLOPs of a model's language part: its decoder and the output layer, without a vision tower."""
     config = model.config.get_text_config()
     number, used = experts_of(config)
+    share = used / number if number else 1.0
     head = getattr(model.get_output_embeddings(), "weight", None)
     parts = {id(head), *map(id, model.get_decoder().parameters())}
     # embeddings only look rows up, unless one is tied to the output layer
@@ -128,7 +125,7 @@ def text_flops(model: Any) -> ModelFlops:
     per_token = sum(
         (6.0 if parameter.requires_grad else 4.0)
         * getattr(parameter, "ds_numel", parameter.numel())  # `numel` is 0 for a ZeRO-3 shard
-        * (used / number if ".experts." in name else 1.0)
+        * (share if ".experts." in name else 1.0)
         for name, parameter in model.named_parameters()
         if id(parameter) in parts
     )

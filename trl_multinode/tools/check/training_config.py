@@ -120,9 +120,8 @@ def _check_call(config: Any, launch: Launch) -> None:
     check_quantization(SimpleNamespace(), config, call)
     check_dora(config, call)
     if launch.visible is None and (text := model_config(launch)):
-        check_cpu_engines(
-            text, config, torch.bfloat16
-        )  # a script may choose the dtype of the model
+        # a script may load the model in any dtype
+        check_cpu_engines(text, config, torch.bfloat16)
     if launch.args.use_fsdp:  # `zero_problems` reports the key that a push needs under ZeRO-3
         check_push(config, call)
 

@@ -64,6 +64,7 @@ def model_size(name: str, trust_remote_code: bool = False, length: int = 0) -> M
     # no attention, or another number of heads in each layer
     except (
         AttributeError,
+        RuntimeError,
         TypeError,
     ) as error:
         raise PlanError(
