@@ -170,6 +170,7 @@ def test_layers_with_sizes_of_their_own_are_counted_one_by_one():
     text.per_layer_config = {0: {"num_key_value_heads": 4, "head_dim": 64}}
     assert layers_of(text).cache_elements(1) == 2 * (4 * 64 + 3 * 2 * 32)
     # transformers refuses to name one number for all layers
+    text = AutoConfig.for_model("mistral", **CONFIGS["mistral"])
     text.per_layer_config = {0: {"sliding_window": 8}}
     with pytest.raises(RuntimeError):
         layers_of(text)
