@@ -94,9 +94,3 @@ def test_the_installed_vllm_has_the_code_on_which_we_rely():
     # vLLM 0.26 has no places: node mode refuses the settings there that mask tokens
     wanted = PHRASES + PLACES_IN_V2 if v2_can_be_extended() else PHRASES
     assert not [(file, phrase) for file, phrase in wanted if not re.search(phrase, source(file))]
-
-
-def test_a_layer_with_an_adapter_can_be_loaded_or_this_package_adds_how():
-    ours = Path(__file__).parents[2] / "trl_multinode" / "vllm_worker" / "reloading.py"
-    theirs = "def load_weights" in source("lora/layers/base.py")
-    assert theirs or "BaseLayerWithLoRA.load_weights = load_base_layer" in ours.read_text()

@@ -110,8 +110,8 @@ class Architecture:
             Models on the hub, for tests without and with vLLM, whose CPU attention wants a larger `head_dim`.
         model_cls (`str`, *optional*), config_cls (`str`, *optional*):
             Names in transformers that do not follow from `name`.
-        adapted (`tuple[str, ...]`, *optional*):
-            Layers that get an adapter.
+        adapted (`str`, *optional*):
+            Layers that get an adapter, as a regular expression of the ends of their names.
         engine_args (`dict[str, Any]`, *optional*):
             Arguments of vLLM without which its CPU build computes something else than transformers.
         processing_class (`Callable[[], Any]`, *optional*):
@@ -127,9 +127,14 @@ class Architecture:
     small: str | None = None
     model_cls: str = ""
     config_cls: str = ""
-    adapted: tuple[str, ...] = ("q_proj", "v_proj", "o_proj")
+    adapted: str = "(q|v|o)_proj"
     engine_args: dict[str, Any] = field(default_factory=dict)
     processing_class: Callable[[], Any] = tiny_tokenizer
+
+    @property
+    def dtype_name(self) -> str:
+        """Dtype as vLLM's arguments have it."""
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def has_experts(self) -> bool:
@@ -162,7 +167,7 @@ ARCHITECTURES = {
     "llama": Architecture("Llama", "Llama", _UNTIED, tiny="tiny-LlamaForCausalLM-3.2"),
     "phi3": Architecture(
         "Phi-3", "Phi3", _UNTIED, "queries, keys and values in one matrix", tiny="tiny-Phi3ForCausalLM",
-        adapted=("qkv_proj", "o_proj"),
+        adapted="(qkv|o)_proj",
     ),
     "olmo3": Architecture("OLMo 3", "Olmo3", _UNTIED | _WINDOW | _LOCAL_GLOBAL, "sliding window"),
     "ministral3": Architecture("Ministral 3", "Ministral3", _UNTIED, "scaled positions"),
@@ -212,14 +217,15 @@ ARCHITECTURES = {
     ),
     "deepseek_v2": Architecture(
         "DeepSeek-V2", "DeepseekV2", _UNTIED | _ROUTED | _LATENT | {"q_lora_rank": None, "topk_method": "greedy"},
-        "latent attention, a dense layer before the experts", torch.bfloat16, adapted=("q_proj", "o_proj"),
+        "latent attention, a dense layer before the experts", torch.bfloat16, adapted="(q|o)_proj",
         engine_args=_PLAIN_POSITIONS,
     ),
     "deepseek_v3": Architecture(
         "DeepSeek-V3", "DeepseekV3",
-        _UNTIED | _ROUTED | _LATENT | {"q_lora_rank": 32, "n_group": 2, "topk_method": "noaux_tc"},
+        _UNTIED | _ROUTED | _LATENT | {"q_lora_rank": 32, "n_group": 2, "topk_method": "noaux_tc"}
+        | {"scoring_func": "sigmoid"},
         "groups of experts, float32 bias of the router", torch.bfloat16, tiny="tiny-DeepseekV3ForCausalLM",
-        adapted=("q_b_proj", "o_proj"), engine_args=_PLAIN_POSITIONS,
+        adapted="(q_b|o)_proj", engine_args=_PLAIN_POSITIONS,
     ),
     "granite_hybrid": Architecture(
         "Granite 4 hybrid", "GraniteMoeHybrid",
@@ -253,7 +259,8 @@ ARCHITECTURES = {
             "tie_word_embeddings": False,
         },
         "vision tower, images in the prompt", tiny="tiny-Idefics3ForConditionalGeneration",
-        model_cls="Idefics3ForConditionalGeneration", processing_class=tiny_idefics3_processor,
+        model_cls="Idefics3ForConditionalGeneration", adapted=r"text_model\..*(q|v|o)_proj",
+        processing_class=tiny_idefics3_processor,
     ),
 }  # fmt: skip
 

@@ -64,12 +64,17 @@ class LoadedModel:
             ensure_model_parallel_initialized(1, 1)
             self.model = get_model(vllm_config=self._config)
         self._writes: Any = None
+        self._parts: Any = None
 
     def current(self) -> AbstractContextManager:
         """Return the context in which vLLM's code finds the config of this model."""
         from vllm.config import set_current_vllm_config
 
         return set_current_vllm_config(self._config)
+
+    def forget(self) -> None:
+        """Begin the next reload as if it were the first."""
+        self._writes = None
 
     def reload(self, source: ModuleSource) -> str | None:
         """Load all that a source sends, as a worker does; return the names of layers that lack weights."""
@@ -79,7 +84,9 @@ class LoadedModel:
         # the least that needs no ranges, so that a layer is in several buckets
         buckets = source.buckets(max(meta.num_bytes for meta in source.metadata()))
         with self.current():
-            parts = parts_to_load(self.model, [slot_layout(bucket) for bucket in buckets])
+            if self._parts is None:
+                layouts = [slot_layout(bucket) for bucket in buckets]
+                self._parts = parts_to_load(self.model, layouts)
             writes = begin_reload(self.model, torch.device("cpu"), self._writes)
             for bucket in buckets:
                 with source.gathering(bucket) as finish:
@@ -87,7 +94,7 @@ class LoadedModel:
                     tensors = [
                         (meta.name, pieces.copy().to(meta.dtype)) for meta, pieces in gathered
                     ]
-                load_tensors(self.model, tensors, parts, writes)
+                load_tensors(self.model, tensors, self._parts, writes)
             self._writes = writes
             return end_reload(self.model, self._config.model_config, writes)
 

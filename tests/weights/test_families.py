@@ -7,14 +7,17 @@ leaves out shows here, without a tolerance.
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from forks import forked
 from safetensors.torch import load_file
 
 from multinode_kit.architectures import ARCHITECTURES, built_here
+from trl_multinode.libraries import installed
 from trl_multinode.weights.names import named_weights
 
 pytestmark = pytest.mark.engine
@@ -65,6 +68,79 @@ def test_names_and_tensors_are_those_that_are_saved(name, loaded):
         sent |= as_saved(weight)
     assert sent.keys() == saved.keys()
     assert all(torch.equal(tensor, saved[each]) for each, tensor in sent.items())
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """What a reload of GLM-4 MoE says of tensors that do not come, that it does not know, and that it never sees."""
+    folder = tmp_path_factory.mktemp("faults")
+
+    def body(_: int) -> dict[str, str | None]:
+        from multinode_kit.loaded_models import LoadedModel, prepare
+        from trl_multinode.weights.source import ModuleSource
+
+        prepare(folder)
+        model = built_here(ARCHITECTURES["glm4_moe"])
+        model.save_pretrained(folder / "model")
+        engine = LoadedModel(folder / "model", torch.float32, loads=False)
+
+        def reloaded(change=lambda metadata: metadata) -> str | None:
+            source = ModuleSource(model, torch.float32)
+            owners = dict(source._owners)
+            source._metadata = change(source._metadata)
+            source._owners = {
+                meta.name: owners.get(meta.name, owners[FIRST]) for meta in source._metadata
+            }
+            try:
+                return engine.reload(source)
+            except RuntimeError as error:
+                return str(error)
+
+        def without_bias(metadata):
+            return [meta for meta in metadata if not meta.name.endswith(BIAS)]
+
+        def unknown(metadata):
+            return [replace(metadata[0], name=UNKNOWN), *metadata[1:]]
+
+        found = {
+            "lacking": reloaded(without_bias),
+            "healed": reloaded(),
+            "unknown": reloaded(unknown),
+        }
+        load = engine.model.load_weights
+        for name, write in WRITES.items():
+            engine.forget()
+            engine.model.load_weights = lambda weights, write=write: write(engine.model)
+            found[name] = reloaded()
+        engine.model.load_weights = load
+        engine.forget()
+        return found | {"healed again": reloaded()}
+
+    with forked(body, 1, folder) as (rank,):
+        yield rank.result
+
+
+FIRST, UNKNOWN = "model.embed_tokens.weight", "model.layers.0.of_no_layer.weight"
+BIAS = "e_score_correction_bias"
+WRITES = {
+    "no parameter": lambda model: torch.empty(3, device="meta").copy_(torch.ones(3)),
+    "parameter weight": lambda model: model.model.norm.weight.data.fill_(1.0),
+}
+
+
+def test_a_routing_bias_that_does_not_come_is_named(faults):
+    assert f"layers.1.mlp.gate.{BIAS} (nothing came)" in faults["lacking"]
+    assert faults["healed"] is None and faults["healed again"] is None
+
+
+def test_a_tensor_that_the_loader_does_not_know_is_named_with_the_model_and_the_versions(faults):
+    for wanted in (UNKNOWN, "Glm4Moe", transformers.__version__, installed("vllm")):
+        assert wanted in faults["unknown"]
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_that_a_reload_would_not_notice_is_an_error(faults, name):
+    assert f"of {name}," in faults[name]
 
 
 def as_saved(weight) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from trl_multinode.engine.stream import Request
 from trl_multinode.errors import EngineError
 from trl_multinode.rollouts.requests import merged, requests_of
 from trl_multinode.rollouts.rows import raw_image
-from trl_multinode.weights.peft_source import AdapterSource
+from trl_multinode.weights.peft_source import AdapterSource, PeftSource
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 
@@ -116,7 +116,7 @@ class Written(SyncDriver):
         """Check that log-probs of engine and trainer agree; return the largest difference, of 95 % in bfloat16."""
         found, control = self.differences()
         if self.is_exact:
-            assert found.max() < 1e-3
+            assert found.max() < 1e-4
             return found.max().item()
         assert found.median() < 3 * control.median() + 1e-3
         assert found.quantile(0.95) < 3 * control.quantile(0.95) + 1e-3
@@ -125,7 +125,7 @@ class Written(SyncDriver):
     def check_stale(self) -> float:
         """Check that log-probs of the engine are those of other weights; return the mean difference."""
         found, control = self.differences()
-        assert found.mean() > max(0.05, 5 * control.mean())
+        assert found.mean() > max(1e-3, 5 * control.mean())
         return found.mean().item()
 
 
@@ -249,31 +249,29 @@ def test_a_layer_that_does_not_get_all_its_weights_is_named(running):
     running.check_fresh()
 
 
-# ---- adapters beside the weights
+# ---- adapters
 
 
 @pytest.mark.parametrize("name", map(case, ARCHITECTURES))
-def test_log_probs_agree_with_an_adapter_that_the_engine_serves(name, tmp_path, record_property):
-    """After each step and sync, where vLLM's class of the model supports adapters; the others are printed."""
-    found = model_for(name, engine=True)
-    config = LoraConfig(r=RANK, lora_alpha=8, target_modules=list(ARCHITECTURES[name].adapted))
-    adapted = get_peft_model(found.model, config)
-    base = adapted.get_base_model()
+def test_log_probs_agree_with_an_adapter(name, tmp_path, record_property):
+    """Served beside the weights where vLLM can, merged into them where it cannot: experts need Triton for adapters."""
+    known, found = ARCHITECTURES[name], model_for(name, engine=True)
+    config = LoraConfig(r=RANK, lora_alpha=8, target_modules=rf".*{known.adapted}")
+    base = get_peft_model(found.model, config).get_base_model()
     with running_engines(
         base,
         tmp_path,
         FORKED,
         processing_class=found.processing_class,
-        dtype=str(base.dtype).removeprefix("torch."),
+        dtype=known.dtype_name,
         trust_remote_code=name == "idefics3",
-        **ARCHITECTURES[name].engine_args,
-        **lora_arguments(RANK),
+        **known.engine_args,
+        **({} if known.has_experts else lora_arguments(RANK)),
     ) as engines:
         serves = engines[0].ready.serves_lora
         record_property("model", json.dumps({"name": name, "adapter": serves}))
-        if not serves:
-            pytest.skip(f"vLLM has no adapters for {type(base).__name__}")
-        driver = Written(name, found, engines, source=AdapterSource(base, base.dtype))
+        source = (AdapterSource if serves else PeftSource)(base, base.dtype)
+        driver = Written(name, found, engines, source=source)
         trained = [parameter for parameter in base.parameters() if parameter.requires_grad]
         driver.optimizer = torch.optim.Adam(trained, lr=0.1)
         driver.send()

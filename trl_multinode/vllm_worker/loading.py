@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
 
 from ..libraries import installed, replaced
@@ -193,6 +196,31 @@ def copy_into_view(
     param.data.as_strided(size, stride, offset).copy_(loaded_weight)
 
 
+# ---- layers with adapters -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Put the layers below vLLM's adapters in their place while the context is open.
+
+    Loaders that look a parameter up by its name, such as that of Granite 4, do not find it below an adapter.
+    """
+    wrapped = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, BaseLayerWithLoRA)
+        and isinstance(layer.base_layer, LinearBase | VocabParallelEmbedding)
+    ]
+    for parent, name, layer in wrapped:
+        setattr(parent, name, layer.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, layer in wrapped:
+            setattr(parent, name, layer)
+
+
 # ---- one bucket -----------------------------------------------------------------------------------------------------
 
 
@@ -230,7 +258,7 @@ def load_tensors(
                 yield name, tensor
 
     try:
-        with writes.watched():
+        with writes.watched(), without_adapters(model):
             model.load_weights(each())
     except (LookupError, AttributeError, ValueError, AssertionError) as error:
         raise RuntimeError(

@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from vllm.config import ModelConfig
-from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
@@ -23,7 +22,6 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from .loading import SKIP_LOAD_TENSORS, DirectWrites
 
@@ -49,9 +47,6 @@ def begin_reload(
         allocate_released(model)
     renew_derived(model)
     load_experts_together(model)
-    # vLLM 0.26 cannot load the base layer of one with LoRA
-    if not hasattr(BaseLayerWithLoRA, "load_weights"):
-        BaseLayerWithLoRA.load_weights = load_base_layer
     initialize_layerwise_reload(model)
     return DirectWrites(model, before)
 
@@ -233,19 +228,6 @@ def unquantized_experts(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 # ---- layers without weights -----------------------------------------------------------------------------------------
-
-
-def load_base_layer(
-    layer: BaseLayerWithLoRA, weights: Iterable[tuple[str, torch.Tensor]]
-) -> set[str]:
-    """Load checkpoint weights into the layer that `layer` adds an adapter to, as later versions of vLLM do."""
-    # fused layers separate query, key and value themselves
-    own = getattr(layer.base_layer, "load_weights", None)
-    return (
-        own(weights)
-        if own is not None
-        else AutoWeightsLoader(layer.base_layer).load_weights(weights)
-    )
 
 
 def incomplete_layers(model: torch.nn.Module, tied: bool) -> list[tuple[str, str]]:

@@ -74,7 +74,7 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, UpdateInfo]):
         self._reloads = False
         self._lacking: str | None = None
         self._adapter: dict[str, torch.Tensor] = {}
-        self._parts: dict[str, Parts] = {}
+        self._parts: dict[str, Parts] | None = None
         self._writes: DirectWrites | None = None  # of the reload under way
         self.slots: OpenedSlots | None = None
 
@@ -83,8 +83,10 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, UpdateInfo]):
         workers = self.parallel_config
         self.shutdown()  # close the slots of a transport that failed its self test
         self.slots = open_slots(request, self.device, workers.rank, workers.world_size)
-        with set_current_vllm_config(self.vllm_config):
-            self._parts = parts_to_load(self.model, request.buckets)
+        # once, because after an update that failed the model is still in a reload
+        if self._parts is None:
+            with set_current_vllm_config(self.vllm_config):
+                self._parts = parts_to_load(self.model, request.buckets)
 
     def start_weight_update(self) -> None: ...
 
@@ -126,6 +128,7 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, UpdateInfo]):
         if weights := [
             (name, tensor) for name, tensor in tensors if not name.endswith(ADAPTER_TENSORS)
         ]:
+            assert self._parts is not None
             assert self._writes is not None
             load_tensors(self.model, weights, self._parts, self._writes)
 

@@ -39,6 +39,7 @@ def make_trainer(
         name: settings.pop(name) for name in ("tools", "environment_factory") if name in settings
     }
     tokenizer = settings.pop("processing_class", None) or tiny_tokenizer()
+    dataset = settings.pop("dataset", None) or Dataset.from_dict({"prompt": prompts})
     args = GRPOConfig(
         output_dir=folder,
         use_cpu=True,
@@ -56,7 +57,6 @@ def make_trainer(
         remote = os.environ.get("REMOTE_ENGINES")
         args.remote_engines = int(remote) if remote else None
         args.num_engines = int(os.environ["ENGINES_OF_NODES"][int(os.environ["GROUP_RANK"])])
-    dataset = Dataset.from_dict({"prompt": prompts})
     return GRPOTrainer(
         model, reward, args, dataset.to_iterable_dataset() if iterable else dataset,
         eval_dataset=eval_prompts and Dataset.from_dict({"prompt": eval_prompts}), processing_class=tokenizer,
