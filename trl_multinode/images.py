@@ -70,6 +70,11 @@ def may_have_images(dataset: Any, is_vlm: bool) -> bool:
     return has_images(dataset[0]) or any(image_flags(dataset))
 
 
+def every_row_has_images(dataset: Any) -> bool:
+    """Return whether every row of a dataset has images; `False` for a stream, whose rows nobody has seen yet."""
+    return has_index(dataset) and all(image_flags(dataset))
+
+
 def with_lists_of_images(inputs: list[dict]) -> list[dict]:
     """Add a column `images`, which TRL reads first, if any row has `image=None`: processors reject `None`."""
     lacks_some = any("image" in row and row["image"] is None for row in inputs)

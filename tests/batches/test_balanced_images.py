@@ -1,0 +1,99 @@
+"""Balanced micro-batches of rows with images give TRL's gradient: real trainers, the same rollouts in both."""
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, Features, Image, List, Value
+from forks import forked
+from PIL import Image as Picture
+from replays import logged, make, on_ranks
+
+from multinode_kit.vision_models import VISION_MODELS
+from trl_multinode.batches.layouts import num_words, record_to_row, row_to_record
+from trl_multinode.batches.microbatches import reason_against
+
+ROWS = 16
+CAP = 250  # the longest row has 90 tokens
+SETTINGS = {"engine": "token_truncate", "loss_type": "dapo", "num_iterations": 2, "max_steps": 2}
+
+
+def illustrated(fewest: int) -> Dataset:
+    """Rows with `fewest` to two images of different sizes and prompts of different lengths."""
+    random = np.random.default_rng(0)
+    images = [
+        Picture.fromarray(random.integers(0, 256, (30 + i, 50, 3), dtype=np.uint8))
+        for i in range(ROWS + 2)
+    ]
+    columns = {
+        "prompt": [[{"role": "user", "content": f"{i} is " * (1 + i % 4)}] for i in range(ROWS)],
+        "images": [images[i : i + fewest + i % (3 - fewest)] for i in range(ROWS)],
+    }
+    features = {
+        "prompt": [{"role": Value("string"), "content": Value("string")}],
+        "images": List(Image()),
+    }
+    return Dataset.from_dict(columns, Features(features))
+
+
+def compare(folder, name: str, dataset: Dataset) -> dict:
+    """Run TRL's micro-batches, then balanced ones."""
+    trained = []
+    for cap in (None, CAP):
+        model, processor = VISION_MODELS[name]()
+        settings = SETTINGS | {"model": model, "processing_class": processor, "dataset": dataset}
+        trained.append(make(folder, micro_batch_tokens=cap, **settings))
+        trained[-1].train()
+    theirs, ours = trained
+    return {
+        "differences": [
+            float((a - b).norm() / a.norm())
+            for a, b in zip(theirs.gradients, ours.gradients, strict=True)
+        ],
+        "moved": logged(ours, "balance/moved_mib"),
+        "reason": reason_against(ours),
+    }
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_the_gradient_is_trls_and_rows_move_with_their_images(name, tmp_path):
+    for found in on_ranks(lambda rank: compare(tmp_path, name, illustrated(1)), 2, tmp_path):
+        assert len(found["differences"]) == 2 and max(found["differences"]) < 1e-5
+        # MiB of one block; its texts are a twentieth of that
+        assert min(found["moved"]) > 0.2
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_one_process_also_balances_rows_without_images(name, tmp_path):
+    with forked(lambda rank: compare(tmp_path, name, illustrated(0)), 1, tmp_path) as (one,):
+        found = one.result
+    assert found["reason"] is None and max(found["differences"]) < 1e-5
+
+
+def test_ranks_keep_trls_cut_if_a_row_has_no_image(tmp_path):
+    """A rank that does not run the vision tower has no gradient to reduce where another one has."""
+
+    def body(rank: int) -> str | None:
+        model, processor = VISION_MODELS["qwen3_vl"]()
+        settings = {"model": model, "processing_class": processor, "dataset": illustrated(0)}
+        trainer = make(tmp_path, micro_batch_tokens=CAP, **settings)
+        assert trainer._balance is None
+        return reason_against(trainer)
+
+    assert all("image" in reason for reason in on_ranks(body, 2, tmp_path))
+
+
+def test_a_record_holds_any_fields():
+    row = {
+        "prompt_ids": torch.tensor([5, 6]),
+        "old_per_token_logps": torch.tensor([-1.5]),
+        "num_images": torch.tensor(2),
+        "pixel_values": torch.randn(2, 3, 4, dtype=torch.bfloat16),
+        "pixel_attention_mask": torch.rand(1, 2, 5) > 0.5,
+        "image_sizes": torch.zeros(0, 2),
+    }
+    record = row_to_record(row)
+    assert record.dtype == torch.int32 and len(record) == num_words(row)
+    found = record_to_row(record)
+    assert found.keys() == row.keys()
+    for name, value in row.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
