@@ -3,6 +3,7 @@
 import zlib
 from importlib import resources
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -222,10 +223,20 @@ def test_images_of_tools_ahead_are_those_of_the_synchronous_run(name, source, tm
     own = {
         "name": name, "keywords": keywords, "engine": LookingEngine, "max_completion_length": 600
     }  # fmt: skip
-    fresh = run(tmp_path / "fresh", dataset, **own)
-    assert len(fresh) == 3
+    with mock.patch("trl_multinode.trainer.check_images") as checked:
+        fresh = run(tmp_path / "fresh", dataset, **own)
+    # with sharded weights, the images of tools count too
+    rows = [row for call in checked.call_args_list for row in call.args[1]]
+    assert len(fresh) == 3 and any(row.get("images") for row in rows)
     for mode, settings in AHEAD.items():
         check_equal(run(tmp_path / mode, dataset, **own, **settings), fresh)
+
+
+def test_a_slice_without_images_is_trained(tmp_path):
+    """TRL passes empty images to the model, whose vision tower fails with them."""
+    slices = {"per_device_train_batch_size": GROUP, "gradient_accumulation_steps": 2}
+    outputs = run(tmp_path, pictures(False), name="qwen3_vl", **slices)
+    assert any(0 in output["num_images"] for output in outputs)
 
 
 @pytest.mark.nightly  # test_agents resumes rollouts of text

@@ -59,9 +59,9 @@ def reason_against(trainer: GRPOTrainer) -> str | None:
         "the entropy bonus is a mean over the tokens of a micro-batch": trainer._entropy_bonus_enabled,
         "top_entropy_quantile is taken over a micro-batch": trainer.top_entropy_quantile < 1.0,
         "the router's auxiliary loss is taken over a micro-batch": trainer.aux_loss_enabled,
-        "not every row has an image, and ranks must run the vision tower in the same micro-steps": (
+        "not every row has an image, and with DeepSpeed or FSDP ranks must run the vision tower together": (
             trainer._is_vlm
-            and trainer.accelerator.num_processes > 1
+            and trainer.accelerator.distributed_type in ("DEEPSPEED", "FSDP")
             and not every_row_has_images(trainer.train_dataset)
         ),
         f"{type(trainer.model).__name__} has no rotary positions, so they may be absolute": not rotary,

@@ -33,7 +33,11 @@ def cut_images(inputs: Mapping[str, Any], is_token: torch.Tensor) -> list[dict[s
         is_token (`torch.Tensor` of shape `(rows, prompt + completion)`):
             Boolean mask of the tokens.
     """
-    fields, rows = split_pixel_values_by_grid(images_in(inputs)), []
+    fields, rows = images_in(inputs), []
+    # With a mask alone, as of Idefics, TRL pads each row to the most images of any row. Its split would take such a batch
+    # for one without padding if it has as many images as rows
+    if "pixel_attention_mask" not in fields or "spatial_shapes" in fields:
+        fields = split_pixel_values_by_grid(fields)
     for index, of_row in enumerate(is_token):
         row = {}
         for name, values in fields.items():
