@@ -15,7 +15,7 @@ export DS_ACCELERATOR := cpu
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo versions bench gpu check docs test test-real test-e2e test-all nightly \
+.PHONY: help setup demo versions names bench gpu check docs test test-real test-e2e test-all nightly \
 	nightly-part faults faults-random census trl-tests compatibility lock release clean
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make docs      the site of docs/, in site/; fails on every warning"
 	@echo "make census    what the package weighs: tokens by room, complexity, settings, pages, tests"
 	@echo "make versions  contract and engine tests with the oldest and newest TRL, transformers and vLLM; half an hour"
+	@echo "make names     names and parameters in the sources of the newest ones that pip finds; two minutes and a download"
 	@echo "make lock      resolve requirements/*.in again"
 	@echo "make release   wheel, notes and tag of the version in trl_multinode/__init__.py; ARGS=--dry-run: no tag"
 
@@ -64,6 +65,10 @@ $(VENV)/.real: requirements/real.txt $(VENV)/.installed
 # Both ends of the ranges in pyproject.toml against the real TRL, transformers and vLLM; writes docs/evidence/versions.md
 versions: setup
 	python requirements/versions.py
+
+# Nothing of a version runs, so that it may be one without a build for this machine
+names: setup
+	python requirements/versions.py --names
 
 bench: setup
 	python benchmarks/exchange.py
@@ -126,8 +131,8 @@ test-e2e: setup
 
 test-all: test test-real test-e2e
 
-# All tests; the gate runs a fifth of those that are marked `nightly`
-nightly: test-all
+# All tests, and the newest versions that pip finds; the gate runs a fifth of the tests that are marked `nightly`
+nightly: test-all names
 	$(PYTEST) --numprocesses 2 -m nightly
 
 # PART: 0 to 4. By default the content of the commit decides, because a shallow checkout has no history to count

@@ -76,12 +76,14 @@ def layer_s(together: bool) -> float:
     with set_current_vllm_config(VllmConfig()), batching:
         model = torch.nn.ModuleList([expert_layer(LAYER_EXPERTS)])
         record_metadata_for_reloading(model)
+        writes = None
         for _ in range(LAYER_LOADS):
-            reloading.begin_reload(model, torch.device("cpu"))
+            writes = reloading.begin_reload(model, torch.device("cpu"), writes)
             start = time.process_time()
-            list(model[0].load_weights(sent.items()))
+            with writes.watched():
+                list(model[0].load_weights(sent.items()))
             took.append(time.process_time() - start)
-            reloading.end_reload(model, SimpleNamespace(hf_text_config=None))
+            reloading.end_reload(model, SimpleNamespace(hf_text_config=None), writes)
     return min(took)
 
 

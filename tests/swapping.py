@@ -124,14 +124,17 @@ def generate_while_sending(
     recompute_kv: bool,
     seeded: bool = False,
     change: Callable[[], None] | None = None,
+    updates: int = 3,
 ) -> MixedRows:
-    """Send three updates in flight, each with changed weights, while eight rows run, and each after a further token.
+    """Send some updates in flight, each with changed weights, while eight rows run, and each after a further token.
 
     The models are made before, because a busy machine would let the rows end meanwhile. If it lets them end before the
     first update, the weights and the version are set back, and longer rows run.
     """
     models, first = [copy.deepcopy(trainer.model)], trainer.version
-    for _ in range(3):  # more perturbations would make logits, and their rounding errors, large
+    for _ in range(
+        updates
+    ):  # more perturbations would make logits, and their rounding errors, large
         (change or trainer.perturb)()
         models.append(copy.deepcopy(trainer.model))
     for attempt, num_tokens in enumerate(NUM_TOKENS):

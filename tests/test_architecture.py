@@ -57,6 +57,7 @@ LIBRARIES = {
             "",
         ),
         "tools": "lazily",
+        "weights": "lazily",
     },
     "accelerate": {"tools": ""},  # elsewhere it is TRL's accelerator
     "vllm": {"engine_process": "lazily", "vllm_worker": ""},

@@ -19,10 +19,10 @@ from waiting import until
 import trl_multinode.host.closing as closing
 from multinode_kit.engines import FAKE
 from multinode_kit.models import renamed_llava, save_tiny, tiny_qwen2, tiny_tokenizer
-from trl_multinode import GRPOConfig, GRPOTrainer, node_trainer
+from trl_multinode import GRPOConfig, GRPOTrainer, libraries, node_trainer
 from trl_multinode.engine.fleet import EngineFleet
 from trl_multinode.engine.settings import EngineSettings, save_without_weights
-from trl_multinode.errors import EngineStartError
+from trl_multinode.errors import ConfigurationError, EngineStartError
 from trl_multinode.model_outline import outline
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.run.endings.exit_codes import ENGINE
@@ -176,6 +176,39 @@ def test_without_an_outline_the_model_is_loaded_first_and_trl_reports_what_is_wr
         assert one.result == [True], one.text
     line = "the engines start after the model is loaded (AttributeError('no such class'))"
     assert one.text.count(line) == 1
+
+
+# ---- a TRL that was not tested
+
+
+@pytest.mark.parametrize(
+    ("has_moved", "error", "warnings"), [(False, OSError, 1), (True, ConfigurationError, 0)]
+)
+def test_an_untested_trl_is_named_or_refused_before_the_model_loads(
+    has_moved, error, warnings, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TRL_MULTINODE_ENGINE_MODULE", FAKE)
+    name = str(save_tiny(tmp_path / "model"))
+
+    def body(rank: int) -> int:
+        loads = []
+
+        def load(*args, **kwargs):
+            loads.append(args)
+            raise OSError("no weights")
+
+        monkeypatch.setattr(grpo_trainer, "create_model_from_path", load)
+        monkeypatch.setattr(libraries, "installed", lambda library: "1.99.0")
+        if has_moved:
+            monkeypatch.setattr(libraries, "fingerprints", lambda source: {})
+        with pytest.raises(error):
+            build(tmp_path, name)
+        return len(loads)
+
+    with forked(body, 1, tmp_path) as (one,):
+        assert one.result == warnings, one.text
+    assert one.text.count("warning: trl 1.99.0") == warnings, one.text
+    assert one.text.count("starting 1 engine(s)") == warnings, one.text
 
 
 # ---- an engine that fails meanwhile

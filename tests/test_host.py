@@ -49,14 +49,14 @@ def settings(tmp_path, devices=ONE_RESERVED, dtype=torch.bfloat16, max_num_seqs=
 def test_a_missing_vllm_is_told_with_the_command_that_installs_one(monkeypatch):
     monkeypatch.setattr(engine_settings, "installed", lambda name: None)
     monkeypatch.setattr(engine_settings.importlib.util, "find_spec", lambda name: None)
-    with refused("vllm", "`pip install 'vllm>=0.26,<0.33'`"):
+    with refused("vllm", "`pip install 'vllm>=0.26,<0.34'`"):
         check_vllm()
 
 
-@pytest.mark.parametrize("found", ["0.25.1", "0.33.0"])
+@pytest.mark.parametrize("found", ["0.25.1", "0.34.0"])
 def test_a_vllm_out_of_range_is_told_with_the_range(monkeypatch, found):
     monkeypatch.setattr(engine_settings, "installed", lambda name: found)
-    with refused("vllm", "vllm>=0.26,<0.33", got=found):
+    with refused("vllm", "vllm>=0.26,<0.34", got=found):
         check_vllm()
 
 

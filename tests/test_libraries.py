@@ -3,6 +3,7 @@
 import ast
 import importlib.abc
 import importlib.metadata
+import inspect
 import os
 import sys
 import tomllib
@@ -12,6 +13,7 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+from refusals import refused
 from trl.trainer import grpo_trainer
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -24,7 +26,7 @@ from trl_multinode.libraries import replaced
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSION = libraries.installed("trl")
-WORKS = "trl>=1.16,<1.17"
+WORKS = "trl>=1.16,<2"
 
 
 class Owner:
@@ -67,13 +69,13 @@ def test_an_error_inside_brings_the_name_back():
 
 
 def test_a_name_that_has_moved_is_an_error_with_version_cure_and_page(monkeypatch):
-    monkeypatch.setattr(libraries, "installed", lambda library: "1.17.0")
+    monkeypatch.setattr(libraries, "installed", lambda library: "2.0.0")
     with (
         pytest.raises(AttributeError, match="NoSuchName") as error,
         replaced(grpo_trainer, "NoSuchName", None),
     ):
         pass
-    versions = ["trl 1.17.0", trl_multinode.__version__, f"`pip install '{WORKS}'`"]
+    versions = ["trl 2.0.0", trl_multinode.__version__, f"`pip install '{WORKS}'`"]
     parts = ["trl.trainer.grpo_trainer", *versions, "docs/inside/upgrading.md"]
     assert all(part in str(error.value) for part in parts)
     assert not hasattr(grpo_trainer, "NoSuchName")
@@ -84,6 +86,73 @@ def test_an_attribute_of_our_subclass_is_looked_for_in_the_library_that_it_exten
     message = rf"trl {VERSION} has no `_metrics` in trl\.trainer\.grpo_trainer"
     with pytest.raises(AttributeError, match=message), replaced(trainer, "_metrics", {}):
         pass
+
+
+# ---- functions of an untested TRL
+
+TRAINER = trl_multinode.GRPOTrainer
+READS_LOGPROBS = "logprobs = [[lp[0] for lp in seq] for seq in logprobs]"
+
+
+def changed(monkeypatch, before: str, after: str) -> None:
+    """Let a TRL that was not tested have other source in the place of `before`."""
+    source = inspect.getsource(grpo_trainer)
+    sources = {grpo_trainer: source.replace(before, after)}
+    assert sources[grpo_trainer] != source
+    real = inspect.getsource
+    monkeypatch.setattr(
+        libraries.inspect, "getsource", lambda module: sources.get(module) or real(module)
+    )
+    monkeypatch.setattr(libraries, "installed", lambda library: "1.99.0")
+
+
+def functions_in(warning: str) -> list[str]:
+    return warning.rpartition(": ")[2].split(", ")
+
+
+def test_a_tested_trl_is_not_read_and_an_untested_one_without_changes_is_named(monkeypatch):
+    assert libraries.check_trl(TRAINER) == ""
+    monkeypatch.setattr(libraries, "installed", lambda library: "1.99.0")
+    warning = libraries.check_trl(TRAINER)
+    assert "1.99.0" in warning and functions_in(warning) == ["nothing"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "functions"),
+    [
+        (READS_LOGPROBS, "logprobs = [seq[0] for seq in logprobs]", ["GRPOTrainer._generate_single_turn"]),
+        (READS_LOGPROBS, f"# another comment\n            {READS_LOGPROBS}", ["nothing"]),
+        ("def _tokenize_prompts(self, prompts: list):", "def _tokenize_prompts(self, prompts):", ["nothing"]),
+        ("self.vllm_generation.llm", "self.vllm_generation.another",
+         ["GRPOTrainer._tool_call_loop", "self.vllm_generation"]),
+    ],
+    ids=["code", "comment", "annotation", "attribute"],
+)  # fmt: skip
+def test_the_functions_whose_code_has_changed_are_listed(before, after, functions, monkeypatch):
+    changed(monkeypatch, before, after)
+    assert functions_in(libraries.check_trl(TRAINER)) == functions
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "name"),
+    [
+        ("_tool_call_loop", "_loop_of_tools", "`GRPOTrainer._tool_call_loop`"),
+        ("_buffered_inputs", "_buffer", "`_buffered_inputs`"),
+        ("def _tokenize_prompts(self, ", "def _tokenize_prompts(self, images, ",
+         "GRPOTrainer._tokenize_prompts(self, images, "),
+        ("_, completion_ids, logprobs, _ = self.vllm_g", "_, completion_ids, logprobs, _, _ = self.vllm_g", " -> 5"),
+        ("images=images,\n                num_g", "pictures=images,\n                num_g", "pictures"),
+        ("min_p=self.min_p,", "min_p=self.min_p, top_n_sigma=1,", "top_n_sigma"),
+    ],
+    ids=["function", "attribute", "parameter", "values", "keyword", "setting"],
+)  # fmt: skip
+def test_what_has_moved_is_refused_by_name(before, after, name, monkeypatch):
+    changed(monkeypatch, before, after)
+    with refused("trl", "`pip install 'trl==1.16.0'`", got="1.99.0", expected="1.16.0") as caught:
+        libraries.check_trl(TRAINER)
+    assert name in str(caught.value)
+    # which of its functions a trainer has is decided by its base classes
+    assert functions_in(libraries.check_trl(trl_multinode.RLOOTrainer)) == ["nothing"]
 
 
 # ---- imports
@@ -136,10 +205,10 @@ def test_the_other_trainers_are_imported_all_the_same(monkeypatch):
 def test_a_class_that_trl_lacks_is_named_with_the_versions_that_work(monkeypatch):
     forget(monkeypatch, "trl_multinode.trainers")
     monkeypatch.setitem(sys.modules, "trl", ModuleType("trl"))
-    monkeypatch.setattr(libraries, "installed", lambda library: "1.17.0")
+    monkeypatch.setattr(libraries, "installed", lambda library: "2.0.0")
     with pytest.raises(ImportError, match="`DistillationConfig`") as error:
         from trl_multinode import RLOOTrainer  # noqa: F401
-    parts = ["trl_multinode.RLOOTrainer", "trl 1.17.0", f"`pip install '{WORKS}'`"]
+    parts = ["trl_multinode.RLOOTrainer", "trl 2.0.0", f"`pip install '{WORKS}'`"]
     assert all(part in str(error.value) for part in parts)
 
 

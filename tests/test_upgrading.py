@@ -8,6 +8,7 @@ ours has the same name.
 import ast
 import importlib.util
 import inspect
+import json
 import os
 import re
 import sys
@@ -24,7 +25,14 @@ from transformers import Trainer
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import trl_multinode
-from trl_multinode.libraries import installed
+from trl_multinode.libraries import (
+    CALLED,
+    GENERATION,
+    TESTED_TRL,
+    check_trl,
+    fingerprints,
+    installed,
+)
 
 # The lock pins the libraries; `make versions` runs this file on others
 pytestmark = pytest.mark.nightly
@@ -69,9 +77,12 @@ class Row:
     names: tuple[str, ...]
     files: frozenset[str]  # of this package
 
-    def words(self) -> set[str]:
+    def own_words(self) -> set[str]:
         dotted = [name for names in self.names for name in names.split(" or ")]
-        return {part for name in (*dotted, *self.modules) for part in name.split(".")}
+        return {part for name in dotted for part in name.split(".")}
+
+    def words(self) -> set[str]:
+        return self.own_words() | {part for module in self.modules for part in module.split(".")}
 
 
 def quoted(cell: str) -> tuple[str, ...]:
@@ -347,6 +358,49 @@ def calls_of_super(kind: type) -> set[str]:
         "__init__",
         "__init_subclass__",
     }
+
+
+def relied_on() -> dict[str, dict[str, list[str]]]:
+    """The fingerprints of TRL's names on which this package relies: those of the page, what our classes call on
+    `super()`, and how TRL builds and calls the generation object."""
+    names = {"__init__"}.union(*map(calls_of_super, filter(is_ours, CLASSES)))
+    owners = defaultdict(set)
+    for kind in {kind for trainer in TRAINERS.values() for kind in trainer.__mro__}:
+        if kind.__module__.startswith("trl."):
+            owners[kind.__module__].add(kind.__name__)
+    owners[GENERATION] = {"VLLMGeneration"}
+    found = {}
+    for module in sorted(owners):
+        listed = {name for row in ROWS if module in row.modules for name in row.own_words()}
+        listed |= {"generate", "sync_weights"} if module == GENERATION else set()
+        functions, kept = set(), {}
+        for name, value in fingerprints(inspect.getsource(import_module(module))).items():
+            owner, _, last = name.rpartition(".")
+            if name in CALLED or name in listed or (owner == "self" and value[1]):
+                kept[name] = value
+            elif value[1] and last in names | listed and owner in owners[module] | {""}:
+                functions.add(last)
+                kept[name] = value
+        # a function has a line with its class
+        found[module] = {
+            name: kept[name] for name in sorted(kept) if name not in functions or kept[name][1]
+        }
+    return found
+
+
+def write_tested(versions: list[str]) -> None:
+    """Write the file of the tested TRL from the installed one, whose tests have passed."""
+    record = {"tested": versions, "modules": relied_on()}
+    TESTED_TRL.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def test_the_tested_trl_is_recorded_and_no_other_has_moved_a_name():
+    record = json.loads(TESTED_TRL.read_text())
+    if installed("trl") == record["tested"][-1]:
+        assert record["modules"] == relied_on(), "python requirements/versions.py --record"
+    assert len(record["modules"]) > 10
+    for trainer in TRAINERS.values():
+        check_trl(trainer)
 
 
 BY_USERS = {"push_to_hub", "train", "evaluate", "log", "training_step"}

@@ -1,18 +1,27 @@
-"""Names of other libraries: replace one while a context is open, and explain an import that fails without one.
+"""Names of other libraries: replace one while a context is open, explain an import that fails without one, and compare
+the functions of an untested TRL with those of the tested one.
 
 docs/inside/upgrading.md lists every internal name of another library that this package uses, and what to do when it
 moves.
 """
 
+import ast
+import hashlib
+import inspect
 import json
 import re
+import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
+
+from .errors import ConfigurationError
 
 LIBRARIES = (
     "trl",
@@ -25,6 +34,12 @@ LIBRARIES = (
     "huggingface_hub",
 )
 PAGE = "docs/inside/upgrading.md lists where this package uses the library's internals."
+# Tested versions of TRL, and of the newest of them the functions on which this package relies
+TESTED_TRL = Path(__file__).with_name("tested_trl.json")
+# TRL's module with the class that `NodeGeneration` replaces, which no trainer inherits
+GENERATION = "trl.generation.vllm_generation"
+# how TRL's trainers call that class and its object
+CALLED = ("VLLMGeneration", "self.vllm_generation.generate", "self.vllm_generation.sync_weights")
 
 
 @contextmanager
@@ -110,6 +125,120 @@ def _actual(error: BaseException) -> ImportError | None:
         found = cause if isinstance(cause, ImportError) and cause.name else found
         cause = cause.__cause__
     return found
+
+
+# ---- functions of an untested TRL -----------------------------------------------------------------------------------
+
+
+def check_trl(trainer: type) -> str:
+    """
+    Compare the functions on which this package relies with those of the tested TRL, by their sources.
+
+    Args:
+        trainer (`type`):
+            Trainer of this package. Only TRL's modules with its base classes, and `GENERATION`, are compared.
+
+    Returns:
+        `str`: a warning with the functions whose source differs; empty if the installed version was tested.
+
+    Raises:
+        `ConfigurationError`: if a name is missing, a function has other parameters, or TRL calls the generation object
+            in another way; the same on every rank.
+    """
+    record = json.loads(TESTED_TRL.read_text())
+    version, newest = installed("trl"), record["tested"][-1]
+    if version in record["tested"]:
+        return ""
+    moved, changed = [], []
+    used = {kind.__module__ for kind in trainer.__mro__} | {GENERATION}
+    for module in sorted(used & record["modules"].keys()):
+        found = fingerprints(inspect.getsource(sys.modules[module]))
+        for name, (signature, digest) in record["modules"][module].items():
+            if name not in found:
+                moved.append(f"no `{name}` in {module}")
+            elif found[name][0] != signature:
+                moved.append(f"`{name}{found[name][0]}` in {module}, not `{name}{signature}`")
+            elif found[name][1] != digest:
+                changed.append(name)
+    if moved:
+        raise ConfigurationError(
+            f"trl {version} has {'; '.join(moved)}, on which trl_multinode relies.",
+            setting="trl",
+            got=version,
+            expected=newest,
+            cure=f"`pip install 'trl=={newest}'`, or upgrade trl-multinode ({upgrade_command()}). {PAGE}",
+        )
+    return (
+        f"trl {version} was not tested with trl_multinode, trl {newest} was; changed since then, of what node mode "
+        f"relies on: {', '.join(changed) or 'nothing'}"
+    )
+
+
+def fingerprints(source: str) -> dict[str, list[str]]:
+    """
+    Return all names in a module of TRL, each with two texts.
+
+    Args:
+        source (`str`):
+            Source of the module.
+
+    Returns:
+        `dict[str, list[str]]`: for a function its parameters, if they matter, and a digest of its code without
+            annotations of parameters and docstring; for the generation object the keywords of a call and the number of
+            values that TRL unpacks, and the attributes in the place of a digest; else two empty texts.
+    """
+    tree = ast.parse(source)
+    found: dict[str, list[str]] = {}
+    shapes, attributes = defaultdict(set), set()
+    unpacked: dict[ast.AST, str] = {}
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "name"):
+            if name := getattr(node, field, None):
+                found[name] = ["", ""]
+        # before the call itself, because `walk` yields parents first
+        if isinstance(node, ast.Assign):
+            unpacked[node.value] = f" -> {len(getattr(node.targets[0], 'elts', 'x'))}"
+        elif isinstance(node, ast.Call) and (called := ast.unparse(node.func)) in CALLED:
+            keywords = sorted(str(keyword.arg) for keyword in node.keywords)
+            words = ", ".join(["positional"] * len(node.args) + keywords)
+            shapes[called].add(f"({words}){unpacked.get(node, '')}")
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self.vllm_generation":
+            attributes.add(node.attr)
+    for name, each in shapes.items():
+        found[name] = [" ".join(sorted(each)), ""]
+    found["self.vllm_generation"] = ["", " ".join(sorted(attributes))]
+    for owner in ast.walk(tree):
+        if isinstance(owner, ast.Module | ast.ClassDef):
+            prefix = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
+            for node in owner.body:
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found[prefix + node.name] = _fingerprint(node)
+    return found
+
+
+def _fingerprint(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    for node in ast.walk(function.args):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    if ast.get_docstring(function) is not None:
+        del function.body[0]
+    digest = hashlib.sha256(repr(_plain(function)).encode()).hexdigest()[:8]
+    # a trainer of ours binds a call to whatever parameters TRL's `__init__` has
+    bound = function.name == "__init__"
+    return ["" if bound else f"({ast.unparse(function.args)})", digest]
+
+
+def _plain(node: Any) -> Any:
+    """Return code as nested lists without empty fields, whose number depends on the version of Python."""
+    if isinstance(node, list):
+        return [_plain(each) for each in node]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = ast.iter_fields(node)
+    return [
+        type(node).__name__,
+        *((k, _plain(value)) for k, value in fields if value not in (None, [])),
+    ]
 
 
 # ---- installed and allowed versions ---------------------------------------------------------------------------------

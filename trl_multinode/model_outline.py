@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoProcessor, GenerationConfig, PreTrainedConfig
 
-from .call_checks import Call, config_of
+from .call_checks import Call, config_of, loaded_dtype
 
 
 def outline(args: Any, call: Call) -> tuple[Any, Any]:
@@ -48,8 +48,7 @@ def outline(args: Any, call: Call) -> tuple[Any, Any]:
 def _outline_of_name(name: str, args: Any, given: dict[str, Any]) -> Any:
     """Return the outline of a model that TRL loads with `model_init_kwargs`, by TRL's rules for class and dtype."""
     config = config_of(name, args)
-    dtype = str(given.get("dtype", "float32")).removeprefix("torch.")
-    dtype = getattr(torch, dtype, config.dtype)  # "auto" is that of the checkpoint
+    dtype = loaded_dtype(config, args)
     for part in (config, *(getattr(config, key) for key in config.sub_configs)):
         if part is not None:
             part.dtype = dtype

@@ -19,7 +19,7 @@ import torch
 from .call_checks import Call, check_call
 from .config import NodeFields
 from .host import NodeHost
-from .libraries import replaced
+from .libraries import check_trl, replaced
 from .model_outline import outline
 from .must_agree import check_agreement, check_training
 from .node_settings import check_supported, is_node_mode
@@ -101,8 +101,9 @@ class NodeTrainer(HubTrainer):
         self.host = NodeHost(settings)
         with self.host.watch.guard(self.host.close), self.host.phases("set-up"):
             self._check_call(self.host, settings, call)
+            untested = check_trl(type(self))
             if self.host.topology.rank == 0:
-                report_start(settings, self.host)
+                report_start(settings, self.host, untested)
             self.host.start_early(partial(outline, settings, call), self._engine_keywords(settings))
             build = partial(self._build_generation, self.host)
             with replaced(self._builds_in or self._code(), "VLLMGeneration", build):

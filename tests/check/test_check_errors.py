@@ -26,6 +26,9 @@ ZERO_3 = TWO_NODES["deepspeed_config"]
 JSON = {"deepspeed_multinode_launcher": "standard", "deepspeed_config_file": "ds.json"}
 FSDP: dict[str, Any] = {"distributed_type": "FSDP", "deepspeed_config": None}
 FSDP2 = FSDP | {"fsdp_config": {"fsdp_version": 2}}
+SIZES = {
+    "model_type": "a", "num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 256
+}  # fmt: skip
 AHEAD = ["--max_staleness", "2"]
 SCORED = ["--score_groups", "0"]
 
@@ -49,12 +52,29 @@ class Row:
 
 
 CHECKED: dict[str, list[Row]] = {
+    "call_checks.py: check_cpu_engines": [
+        Row(
+            "head_dim",
+            ["--use_cpu", "true", "--model_name_or_path", "model"],
+            {"use_cpu": True},
+            files={"model/config.json": SIZES | {"head_dim": 40}},
+        ),
+        Row(
+            "bfloat16",
+            ["--use_cpu", "true", "--model_name_or_path", "model", "--fp16", "true"],
+            {"use_cpu": True},
+            files={
+                "model/config.json": {"text_config": SIZES | {"layer_types": ["linear_attention"]}}
+            },
+        ),
+    ],
     "call_checks.py: check_fsdp_version": [Row("fsdp_version", file=FSDP)],
     "call_checks.py: check_own_folders": [
         Row("save_on_each_node", ["--save_on_each_node", "true"], FSDP2)
     ],
     "call_checks.py: check_parallelism": [
         Row("tp_plan", ["--model_init_kwargs", '{"tp_plan": "auto"}']),
+        Row("ep_size", ["--model_init_kwargs", '{"distributed_config": {"ep_size": 2}}']),
         Row("tp_size", file=FSDP2 | {"parallelism_config": {"parallelism_config_tp_size": 2}}),
     ],
     "call_checks.py: check_heads": [
@@ -184,6 +204,7 @@ ELSEWHERE = {
         "call_checks.py: check_in_flight",
         "call_checks.py: check_math_verify",
         "images.py: check_images",
+        "libraries.py: check_trl",
         "rollouts/generation.py: __init__",
         "rollouts/generation.py: __setattr__",
         "rollouts/one_prompt.py: check_one_prompt",

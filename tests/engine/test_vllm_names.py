@@ -76,7 +76,7 @@ PHRASES = [
     # Captured graphs read the tensors into which a reload puts its values
     (f"{RELOAD}/layerwise.py", r"param\.data\.copy_\("),
     # `load_experts_together` has all experts of a layer loaded in one call
-    (f"{EXPERTS}/runner/moe_runner.py", r"return self\.routed_experts\.load_weights\(weights\)"),
+    (f"{EXPERTS}/runner/moe_runner.py", r"self\.routed_experts\.load_weights\(weights\)"),
     (f"{EXPERTS}/routed_experts.py", r"experts_shard\.unbind\(\)"),
     (f"{EXPERTS}/routed_experts.py", r"full_load = len\(loaded_weight\.shape\) == 3"),
 ]  # fmt: skip

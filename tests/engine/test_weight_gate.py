@@ -7,11 +7,20 @@ import pytest
 from waiting import HANG_S
 
 from trl_multinode.engine_process import vllm_backend
+from trl_multinode.engine_process.backend import CompletionBuffer, Growing
 from trl_multinode.engine_process.gate import WeightGate
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.engine_process.vllm_backend import VllmBackend
 from trl_multinode.wire.connection import LENGTH, _reply_decoder
-from trl_multinode.wire.messages import EngineSpec, Failure, UpdateWeights, WeightVersion
+from trl_multinode.wire.messages import (
+    EngineSpec,
+    Failure,
+    Generate,
+    Score,
+    UpdateWeights,
+    WeightVersion,
+    pack_ids,
+)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +75,69 @@ class Divided:
 
     async def commit_update(self):
         return [WeightVersion(2, 20), WeightVersion(1, 10)]
+
+
+class Refusing:
+    """A backend that accepts no request during an update, as vLLM 0.33 in its pauses `wait` and `abort`."""
+
+    load_s = 0.0
+
+    def __init__(self):
+        self.paused, self.served, self.refused = False, 0, 0
+
+    async def begin_update(self, update):
+        self.paused = True
+        await self.arrival()
+
+    async def load_buckets(self, update):
+        self.version = update.version
+        await self.arrival()
+
+    async def commit_update(self):
+        await self.arrival()
+        return [self.version]
+
+    async def take_kv_use(self):
+        return 0.0
+
+    async def resume(self, version):
+        await self.arrival()
+        self.paused = False
+
+    async def generate(self, request, growing):
+        growing.rows = [await self.score(request)]
+
+    async def score(self, request):
+        self.refused += self.paused
+        self.served += 1
+        return CompletionBuffer([1], [0.0])
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_no_request_of_any_kind_reaches_an_engine_between_pause_and_resume(in_flight):
+    backend = Refusing()
+
+    async def story() -> None:
+        server = EngineServer(EngineSpec(0, "", 0, {}), backend)
+        requests: list[asyncio.Task] = []
+        prompt = pack_ids([1, 2])
+
+        async def arrival() -> None:
+            """Let requests come in, and give them time to reach the backend."""
+            row = Generate(prompt=prompt, num_completions=1, max_tokens=1, sampling={})
+            for request in (row, Score(prompt=prompt)):
+                requests.append(asyncio.create_task(server._rows(request, Growing())))
+            for _ in range(10):  # turns of the event loop
+                await asyncio.sleep(0)
+
+        backend.arrival = arrival
+        for number in range(1, 4):
+            version = WeightVersion(number, 10)
+            await server._apply(UpdateWeights(version=version, in_flight=in_flight))
+            await asyncio.gather(*requests)
+
+    asyncio.run(asyncio.wait_for(story(), HANG_S))
+    assert (backend.served, backend.refused) == (24, 0)
 
 
 def test_workers_that_committed_different_versions_fail_the_update():

@@ -73,10 +73,9 @@ def test_a_token_of_many_rows_needs_all_experts_one_row_needs_few():
 
 def test_the_cache_of_one_token_is_split_by_heads_and_no_further():
     model = size("32B")  # 64 layers, 8 key-value heads of 128: 2 * 64 * 8 * 128 elements of 2 bytes
-    assert 2 * model.attention.cache_elements(1) == 262144
+    assert 2 * model.cache.cache_elements(1) == 262144
     assert [
-        model.attention.cache_elements(1) // model.attention.cache_elements(n)
-        for n in (2, 4, 8, 16)
+        model.cache.cache_elements(1) // model.cache.cache_elements(1, n) for n in (2, 4, 8, 16)
     ] == [
         2,
         4,

@@ -104,11 +104,17 @@ def test_tokens_are_counted_from_the_masks_that_the_loss_uses():
     completion = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
     tools = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])
     batch = {"prompt_mask": prompt, "completion_mask": completion}
-    assert count_tokens(batch).tolist() == [4 + 7, 16 + 49, 6]
-    assert count_tokens(batch | {"tool_mask": tools}).tolist() == [11, 65, 5]
+    flops = ModelFlops(per_token=1.0, per_square=1.0)
+    assert count_tokens(batch, flops).tolist() == [4 + 7, 16 + 49, 6]
+    assert count_tokens(batch | {"tool_mask": tools}, flops).tolist() == [11, 65, 5]
+    # half of the layers see 5 tokens
+    assert count_tokens(batch, ModelFlops(1.0, 1.0, 5, 0.5)).tolist() == [11, 65 - 2**2 / 2, 6]
     labels = torch.tensor([[-100, 5, 5], [-100, -100, 5]])
-    assert count_tokens({"attention_mask": prompt, "labels": labels}).tolist() == [5, 13, 3]
-    assert count_tokens({"input_ids": prompt}) is None
+    found = count_tokens({"attention_mask": prompt, "labels": labels}, flops)
+    assert found.tolist() == [5, 13, 3]
+    assert count_tokens({"input_ids": prompt}, flops) is None
+    # a model whose FLOPs are not known
+    assert count_tokens(batch, None)[::2].tolist() == [11, 6]
 
 
 # ---- FLOPs
@@ -137,14 +143,19 @@ def test_model_flops_are_6_n_without_the_lookup_and_12_lhq_for_the_attention(tie
 
 @pytest.mark.nightly
 def test_a_token_uses_only_some_experts():
-    def per_token(used: int) -> float:
+    def model(used: int):
         experts = Qwen3MoeConfig(
             vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
             num_attention_heads=4, num_key_value_heads=4, num_experts=8, num_experts_per_tok=used,
         )  # fmt: skip
-        return model_flops(AutoModelForCausalLM.from_config(experts)).per_token
+        return AutoModelForCausalLM.from_config(experts)
 
-    assert per_token(8) - per_token(2) == pytest.approx(6 * 2 * 3 * 32 * 16 * (8 - 2))
+    all_used, few_used = (model_flops(model(used)).per_token for used in (8, 2))
+    assert all_used - few_used == pytest.approx(6 * 2 * 3 * 32 * 16 * (8 - 2))
+    # a config that counts its experts under another name
+    uncounted = model(2)
+    uncounted.config.num_experts = 0
+    assert model_flops(uncounted).per_token == all_used
 
 
 @pytest.mark.nightly

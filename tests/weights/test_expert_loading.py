@@ -54,9 +54,10 @@ class Reload:
             patches.enter_context(zeros)
             if not together:
                 patches.enter_context(patch.object(reloading, "load_experts_together"))
-            reloading.begin_reload(model, CPU)
-            list(layer.load_weights((name, sent[name]) for name in names))
-            self.error = reloading.end_reload(model, config)
+            writes = reloading.begin_reload(model, CPU)
+            with writes.watched():
+                list(layer.load_weights((name, sent[name]) for name in names))
+            self.error = reloading.end_reload(model, config, writes)
         self.calls = calls.call_count
         self.weights = [parameter.data for parameter in layer.parameters()]
 

@@ -1,45 +1,52 @@
-"""Log-probs of engine and trainer agree after a sync, and do not before, for every architecture that we say works."""
+"""Log-probs of engine and trainer agree after a sync, and do not before, for every architecture that we say works.
 
-from types import SimpleNamespace
+test_families.py compares the weights themselves, bit by bit. In bfloat16 the trainer's own rounding is the control:
+the log-probs of a float32 copy of its model.
+"""
+
+import copy
+import json
 
 import cv2  # noqa: F401  (transformers imports it with the first picture, and it changes LD_LIBRARY_PATH)
 import numpy as np
 import pytest
 import torch
-import transformers
 from forks import forked
+from peft import LoraConfig, get_peft_model
 from PIL import Image
+from swapping import LIMIT, generate_while_sending
 
-from multinode_kit.architectures import model_for
-from multinode_kit.engines import FORKED, SyncDriver, running_engines, worst_difference
+import multinode_kit
+from multinode_kit.architectures import ARCHITECTURES, model_for
+from multinode_kit.engines import FORKED, SyncDriver, running_engines
+from trl_multinode.engine.settings import lora_arguments
 from trl_multinode.engine.stream import Request
 from trl_multinode.errors import EngineError
 from trl_multinode.rollouts.requests import merged, requests_of
 from trl_multinode.rollouts.rows import raw_image
+from trl_multinode.weights.peft_source import AdapterSource
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 
 # test_conformance.py has Qwen2 on vLLM, with a layer that does not get all its weights
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
-PROMPTS = [[5, 6, 7] * 9, [9, 8, 7, 6]]  # the first is longer than Gemma's window of 16
+PROMPTS = [[5, 6, 7] * 9, [9, 8, 7, 6]]  # the first is longer than a window of 16
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 # a sampled image token would want a picture
 WITHOUT_PICTURES = {"allowed_token_ids": list(range(258))}
 LAST_K = "layers.1.self_attn.k_proj.weight"
-
-
-ROWS = {
-    "qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "gemma2": "Gemma 2", "gemma3": "Gemma 3",
-    "qwen3_moe": "Qwen3-MoE (mixture of experts)", "idefics3": "Idefics3 (vision and language)",
-}  # fmt: skip
-WITH_EXPERTS = ("qwen3_moe", "qwen2_moe")
+# a layer lacks a part of its weights, or all of them
+LACKING = ("qwen2", "qwen3_moe", "idefics3")
+STEPS = 5
+SLOW = [f"{multinode_kit.__name__}.logits_processor:SlowTokens"]
+RANK = 4
 
 
 def case(name: str):
-    return pytest.param(name, marks=pytest.mark.feature("Architectures", ROWS[name]))
+    return pytest.param(name, marks=pytest.mark.feature("Architectures", ARCHITECTURES[name].title))
 
 
-@pytest.fixture(scope="module", params=[*map(case, ROWS), "qwen2_moe"])
+@pytest.fixture(scope="module", params=map(case, ARCHITECTURES))
 def running(request, tmp_path_factory):
     """An engine that has the weights of its trainer, and the trainer."""
     name = request.param
@@ -47,7 +54,15 @@ def running(request, tmp_path_factory):
     keywords = {"trust_remote_code": True} if name == "idefics3" else {}
     folder = tmp_path_factory.mktemp("log")
     with running_engines(
-        found.model, folder, FORKED, processing_class=found.processing_class, **keywords
+        found.model,
+        folder,
+        FORKED,
+        processing_class=found.processing_class,
+        dtype=str(found.model.dtype).removeprefix("torch."),
+        max_model_len=1024,
+        logits_processors=SLOW,
+        **ARCHITECTURES[name].engine_args,
+        **keywords,
     ) as engines:
         driver = (Illustrated if name == "idefics3" else Written)(name, found, engines)
         driver.send()
@@ -62,19 +77,59 @@ class Written(SyncDriver):
         "model.norm.weight": "model.norm .nothing",
     }
 
-    def __init__(self, name, found, engines):
-        super().__init__(found.model, engines)
+    def __init__(self, name, found, engines, **keywords):
+        super().__init__(found.model, engines, **keywords)
         self.name = name
-        if name in WITH_EXPERTS:
+        self.is_exact = found.model.dtype == torch.float32
+        # of a step, which is about the learning rate in each weight
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02)
+        if ARCHITECTURES[name].has_experts:
             self.incomplete = self.incomplete | {"experts.down_proj": r"experts.* \(\d+ of \d+ "}
 
-    def difference(self, to_other_prompts: bool = False) -> float:
+    def step(self) -> None:
+        """Make one optimizer step on a random text: the same text twice would make each log-prob 0."""
+        ids = torch.randint(2, 250, (1, 48), generator=self._noise)
+        self.optimizer.zero_grad()
+        self.model(input_ids=ids, labels=ids).loss.backward()
+        self.optimizer.step()
+
+    def differences(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return |engine - trainer| of each token of some rows, and |float32 copy - trainer| of the same tokens."""
         requests = [Request(prompt, 3, 11 + 100 * i) for i, prompt in enumerate(PROMPTS)]
         groups = self.engines.generate(requests, 12, SAMPLING, self.version.update)
-        return worst_difference(self, groups, PROMPTS[::-1] if to_other_prompts else PROMPTS)
+        trainer = self.model
+        exact = copy.deepcopy(trainer).float()
+        found, control = [], []
+        for prompt, rows in zip(PROMPTS, groups, strict=True):
+            for row in rows:
+                expected = self.logprobs(prompt, row.tokens.tolist())
+                self.model = exact
+                control.append((self.logprobs(prompt, row.tokens.tolist()) - expected).abs())
+                self.model = trainer
+                found.append((torch.from_numpy(row.logprobs.copy()) - expected).abs())
+        return torch.cat(found), torch.cat(control)
+
+    def logprobs(self, prompt, completion, temperature: float = 1.0) -> torch.Tensor:
+        return super().logprobs(prompt, completion, temperature).float()
+
+    def check_fresh(self) -> float:
+        """Check that log-probs of engine and trainer agree; return the largest difference, of 95 % in bfloat16."""
+        found, control = self.differences()
+        if self.is_exact:
+            assert found.max() < 1e-3
+            return found.max().item()
+        assert found.median() < 3 * control.median() + 1e-3
+        assert found.quantile(0.95) < 3 * control.quantile(0.95) + 1e-3
+        return found.quantile(0.95).item()
+
+    def check_stale(self) -> float:
+        """Check that log-probs of the engine are those of other weights; return the mean difference."""
+        found, control = self.differences()
+        assert found.mean() > max(0.05, 5 * control.mean())
+        return found.mean().item()
 
 
-class Illustrated(SyncDriver):
+class Illustrated(Written):
     """Four prompts, with a picture, without, with another one, with both, as a rank's rows: two of each."""
 
     incomplete = {
@@ -83,8 +138,8 @@ class Illustrated(SyncDriver):
     }
 
     def __init__(self, name, found, engines):
-        super().__init__(found.model, engines)
-        self.name, self.processor = name, found.processing_class
+        super().__init__(name, found, engines)
+        self.processor = found.processing_class
         random = np.random.default_rng(0)
         first, second = (
             Image.fromarray(random.integers(0, 256, (h, 50, 3), dtype=np.uint8)) for h in (40, 90)
@@ -125,35 +180,45 @@ class Illustrated(SyncDriver):
             found.append(float(np.abs(scored - row.logprobs).max()))
         return found
 
-    def difference(self, to_other_prompts: bool = False) -> float:
+    def differences(self, to_other_prompts: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         first, text, second, both = self.inputs
         assert first["input_ids"].equal(second["input_ids"])  # they differ in their pictures alone
         inputs = [second, text, first, both] if to_other_prompts else self.inputs
-        return max(
-            (self.logprobs_with(given, row.tokens.tolist()) - torch.from_numpy(row.logprobs.copy()))
-            .abs()
-            .max()
-            .item()
+        found = [
+            (
+                self.logprobs_with(given, row.tokens.tolist())
+                - torch.from_numpy(row.logprobs.copy())
+            ).abs()
             for given, rows in zip(inputs, self.rows(), strict=True)
             for row in rows
-        )
+        ]
+        return torch.cat(found), torch.zeros(1)
 
 
-def test_log_probs_agree_after_each_sync_and_disagree_before(running):
-    stale, fresh = [], []
-    for _ in range(4):
-        running.perturb()
-        stale.append(running.difference())
+def test_log_probs_agree_after_each_step_and_sync_and_disagree_before(running, record_property):
+    stale, fresh = [], [running.check_fresh()]
+    for _ in range(STEPS):
+        running.step()
+        stale.append(running.check_stale())
         running.send()
-        fresh.append(running.difference())
-    print(
-        f"[architectures] {running.name}: {max(fresh):.1e} after a sync, {min(stale):.2f} to {max(stale):.2f} before"
-    )
-    assert max(fresh) < 1e-3 and min(stale) > 0.1
+        fresh.append(running.check_fresh())
+    figures = {"name": running.name, "after": max(fresh), "before": min(stale)}
+    record_property("model", json.dumps(figures))
 
 
-def test_log_probs_disagree_with_those_of_other_prompts_or_pictures(running):
-    assert running.difference(to_other_prompts=True) > 0.01
+def test_rows_under_way_continue_with_new_weights(running):
+    if running.name == "idefics3":
+        pytest.skip("test_vision_models has updates in flight with images")
+    found = generate_while_sending(running, recompute_kv=False, updates=1)
+    assert found.mixed_share > 0.3
+    limit = LIMIT if running.is_exact else 3 * running.differences()[1].mean().item() + 0.01
+    assert found.difference(recomputed=False) < limit
+    running.check_fresh()
+
+
+@pytest.mark.parametrize("running", ["idefics3"], indirect=True)
+def test_log_probs_disagree_with_those_of_other_pictures(running):
+    assert running.differences(to_other_prompts=True)[0].max() > 0.01
 
 
 # test_conformance has rows of text
@@ -161,18 +226,6 @@ def test_log_probs_disagree_with_those_of_other_prompts_or_pictures(running):
 def test_a_row_with_pictures_has_the_score_that_it_was_sampled_with(running):
     running.send()
     assert max(running.scored_differences()) < 1e-3
-
-
-@pytest.mark.parametrize("running", ["idefics3"], indirect=True)
-def test_an_image_has_the_embedding_of_the_newest_weights_after_an_update_in_flight(running):
-    running.sync.in_flight = True
-    try:
-        for _ in range(2):
-            running.perturb()
-            running.send()
-            assert running.difference() < 1e-3
-    finally:
-        running.sync.in_flight = False
 
 
 class Without(ModuleSource):
@@ -185,6 +238,7 @@ class Without(ModuleSource):
         assert len(self._metadata) < before
 
 
+@pytest.mark.parametrize("running", LACKING, indirect=True)
 def test_a_layer_that_does_not_get_all_its_weights_is_named(running):
     for name_end, message in running.incomplete.items():
         running.sync = WeightSync(Without(running.model, name_end), running.engines, 40_000)
@@ -192,44 +246,45 @@ def test_a_layer_that_does_not_get_all_its_weights_is_named(running):
             running.send()
     running.sync = WeightSync(ModuleSource(running.model, torch.float32), running.engines, 40_000)
     running.send()
-    assert running.difference() < 1e-3
+    running.check_fresh()
+
+
+# ---- adapters beside the weights
+
+
+@pytest.mark.parametrize("name", map(case, ARCHITECTURES))
+def test_log_probs_agree_with_an_adapter_that_the_engine_serves(name, tmp_path, record_property):
+    """After each step and sync, where vLLM's class of the model supports adapters; the others are printed."""
+    found = model_for(name, engine=True)
+    config = LoraConfig(r=RANK, lora_alpha=8, target_modules=list(ARCHITECTURES[name].adapted))
+    adapted = get_peft_model(found.model, config)
+    base = adapted.get_base_model()
+    with running_engines(
+        base,
+        tmp_path,
+        FORKED,
+        processing_class=found.processing_class,
+        dtype=str(base.dtype).removeprefix("torch."),
+        trust_remote_code=name == "idefics3",
+        **ARCHITECTURES[name].engine_args,
+        **lora_arguments(RANK),
+    ) as engines:
+        serves = engines[0].ready.serves_lora
+        record_property("model", json.dumps({"name": name, "adapter": serves}))
+        if not serves:
+            pytest.skip(f"vLLM has no adapters for {type(base).__name__}")
+        driver = Written(name, found, engines, source=AdapterSource(base, base.dtype))
+        trained = [parameter for parameter in base.parameters() if parameter.requires_grad]
+        driver.optimizer = torch.optim.Adam(trained, lr=0.1)
+        driver.send()
+        for _ in range(2):
+            driver.step()
+            driver.check_stale()
+            driver.send()
+            driver.check_fresh()
 
 
 # ---- tensors that vLLM derives from a weight
-
-
-def granite_hybrid() -> transformers.PreTrainedModel:
-    """A layer of Mamba 2, whose convolution vLLM reads through a view, and one of attention. Its entropy is 4 nats."""
-    config = transformers.GraniteMoeHybridConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=128, shared_intermediate_size=128, num_hidden_layers=2,
-        layer_types=["mamba", "attention"], num_attention_heads=2, num_key_value_heads=2, num_local_experts=0,
-        num_experts_per_tok=0, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16, mamba_d_conv=4,
-        mamba_expand=2, mamba_chunk_size=16, max_position_embeddings=1024, position_embedding_type=None,
-        embedding_multiplier=12.0, attention_multiplier=0.17, residual_multiplier=0.22, logits_scaling=1.0,
-        tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "conv1d" in name or "proj" in name:
-                parameter.mul_(6)
-    return model
-
-
-def test_a_view_of_a_weight_is_renewed_although_a_cpu_packs_the_weight(tmp_path):
-    """The kernel of the convolution has no float32 on a CPU. Without the copy, the difference is 0.42 to 0.63."""
-    with running_engines(
-        granite_hybrid(), tmp_path, FORKED, max_model_len=256, dtype="bfloat16"
-    ) as engines:
-        driver = Written("granite", SimpleNamespace(model=granite_hybrid()), engines)
-        for _ in range(3):
-            driver.send()
-            assert driver.difference() < 0.08 < driver.difference(to_other_prompts=True)
-            driver.perturb()
-            assert driver.difference() > 0.08, (
-                "the weights did not move enough for this test to mean anything"
-            )
 
 
 class Packs:

@@ -9,6 +9,8 @@ from forks import even_nodes, on_gloo_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard as Sharded
+from torch.distributed.tensor import distribute_tensor
 
 from trl_multinode.weights import even_pieces
 from trl_multinode.weights.even_pieces import all_of, evened
@@ -207,6 +209,36 @@ def test_tensors_of_few_rows_are_spread_evenly_before_they_are_gathered(tmp_path
     for rank, found in enumerate(on_gloo_ranks(body, 6, tmp_path)):
         right = [[True, True, left] if rank % 2 == 0 else [] for left in padding]
         assert found == [counts + rest for counts, rest in zip(expected, right, strict=True)]
+
+
+@pytest.mark.parametrize(("across", "apart"), [(1, 2), (2, 2)])
+def test_experts_on_a_mesh_of_their_own_are_read_whole_beside_fsdp2_shards(across, apart, tmp_path):
+    """As transformers 5.24 lays them out with `DistributedConfig(fsdp_size=across * apart, ep_size=apart)`."""
+    world = across * apart
+
+    def body(rank: int) -> list:
+        model = nn.Module()
+        model.dense, model.moe = Small(), Experts(4, 6)
+        expected = [tensor.detach().clone() for tensor in model.parameters()]
+        experts = init_device_mesh("cpu", (across, apart), mesh_dim_names=("efsdp", "ep"))
+        whole = model.moe.experts.detach()
+        model.moe.experts = nn.Parameter(distribute_tensor(whole, experts["ep"], [Sharded(0)]))
+        fully_shard(model.moe, mesh=experts["efsdp"], ignored_params={model.moe.norm})
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        sharded = model.moe.experts
+        source = ModuleSource(model, torch.float32, ShardGather(CPU, even_nodes(world)))
+        bucket = tuple(source.metadata())
+        # neither is a piece of this library's
+        laid_out = [type(one).__name__ for one in sharded.placements], shard_of(sharded) is None
+        with source.gathering(bucket) as finish:
+            pairs = list(zip(finish(), expected, strict=True)) if rank == 0 else finish()[:0]
+            right = [torch.equal(pieces.copy(), tensor) for pieces, tensor in pairs]
+        return [*laid_out, sharded.to_local().shape[0], right]
+
+    for rank, found in enumerate(on_gloo_ranks(body, world, tmp_path)):
+        placements, is_left, held, right = found
+        assert (placements, is_left) == (["_StridedShard", "Shard"], True)
+        assert held == 4 // world and right == ([] if rank else [True] * 6)
 
 
 def shared(numel: int, cut: TensorRange, other: TensorRange) -> list[list[int]]:

@@ -34,8 +34,8 @@ def cut_images(inputs: Mapping[str, Any], is_token: torch.Tensor) -> list[dict[s
             Boolean mask of the tokens.
     """
     fields, rows = images_in(inputs), []
-    # With a mask alone, as of Idefics, TRL pads each row to the most images of any row. Its split would take such a batch
-    # for one without padding if it has as many images as rows
+    # With a mask alone, as of Idefics, TRL pads each row to the most images of any row. Its split would take such a
+    # batch for one without padding if it has as many images as rows
     if "pixel_attention_mask" not in fields or "spatial_shapes" in fields:
         fields = split_pixel_values_by_grid(fields)
     for index, of_row in enumerate(is_token):
@@ -47,9 +47,7 @@ def cut_images(inputs: Mapping[str, Any], is_token: torch.Tensor) -> list[dict[s
             elif name in TYPE_IDS:
                 part = part[of_row]
             elif isinstance(values, torch.Tensor):
-                part = part[
-                    None
-                ]  # of a model such as Idefics, for which TRL pads all rows to the same size
+                part = part[None, : fields["num_images"][index]]
             row[name] = part
         rows.append(row)
     return rows

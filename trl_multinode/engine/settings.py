@@ -20,7 +20,7 @@ from ..run.topology import EngineDevices, Topology
 from .cores import engine_cores
 
 # 0.26 (the last for torch 2.11) and 0.32 pass the engine tests (docs/evidence/versions.md)
-VLLM_RANGE = ((0, 26), (0, 33))
+VLLM_RANGE = ((0, 26), (0, 34))
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts
 CPU_KV_CACHE_BYTES = 256 << 20
 MAX_ROWS = 1024  # of an engine at once; vLLM's own default on an H100

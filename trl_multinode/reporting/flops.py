@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from ..model_layers import experts_of, layers_of
+
 # Dense bfloat16 TFLOPS of the vendors' data sheets, without sparsity; the first name that is part of the device's name
 # counts, so that longer names come first. ROCm shows each of the two dies of an MI250X or MI250 as a device.
 PEAK_TFLOPS = {
@@ -67,59 +69,71 @@ def peak_of(name: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of one forward and backward pass: `per_token * tokens + per_square * sum(length ** 2)` over rows.
+    """FLOPs of one forward and backward pass: `per_token * tokens + per_square * squares(lengths)` over rows.
 
     The formula is that of PaLM, appendix B (https://arxiv.org/abs/2204.02311), as torchtitan computes it: 6 N per
-    token for N parameters without the input embedding, and 12 L H Q T per token for the attention over T tokens in L
-    layers of H heads of size Q, without a discount for the causal mask. Frozen parameters count 4 instead of 6,
+    token for N parameters without embeddings, and 6 L H (K + V) T per token for the attention over T tokens in L
+    layers of H heads with keys and values of K and V elements, without a discount for the causal mask. Layers with a
+    window W leave out the pairs of tokens beyond it, a square of T - W. Frozen parameters count 4 instead of 6,
     because they have no gradient; experts count by the share of them that a token uses. Passes without gradients (old
-    and reference log-probs) and recomputed activations are left out, so the utilization is a lower bound.
+    and reference log-probs), recomputed activations and the states of recurrent layers are left out, so the
+    utilization is a lower bound.
     """
 
     per_token: float
     per_square: float
+    window: int = 0  # tokens
+    limited: float = 0.0  # share of `per_square` in layers with a window
+
+    def squares(self, lengths: Any) -> Any:
+        """Return the squared lengths of rows, a tensor or a number, less what layers with a window leave out."""
+        beyond = (lengths - self.window) * (lengths > self.window)
+        return lengths**2 - self.limited * beyond**2
 
     def of(self, tokens: float, squares: float) -> float:
-        """Return the FLOPs of rows with `tokens` tokens and `squares`, the sum of their squared lengths."""
+        """Return the FLOPs of rows with `tokens` tokens and the sum `squares` of `squares(lengths)`."""
         return self.per_token * tokens + self.per_square * squares
 
 
 def model_flops(model: torch.nn.Module) -> ModelFlops | None:
     """Return the FLOPs of a text model; `None` if its config lacks a number, or for a model of texts and images."""
     try:
-        return _flops_of(model)
+        config: Any = model.config
+        return text_flops(model) if config.get_text_config() is config else None
     # a custom model; a number per layer instead of one
     except (
         AttributeError,
         TypeError,
-        NotImplementedError,
+        RuntimeError,
     ):
         return None
 
 
-def _flops_of(model: Any) -> ModelFlops | None:
-    config = model.config
-    if config.get_text_config() is not config:
-        return None
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    experts = (
-        getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
-    )
-    share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
-    lookup = _lookup_only(model)
+def text_flops(model: Any) -> ModelFlops:
+    """Return the FLOPs of a model's language part: its decoder and the output layer, without a vision tower."""
+    config = model.config.get_text_config()
+    number, used = experts_of(config)
+    share = used / number if number else 1.0
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    parts = {id(head), *map(id, model.get_decoder().parameters())}
+    # embeddings only look rows up, unless one is tied to the output layer
+    parts -= {
+        id(each.weight)
+        for each in model.modules()
+        if isinstance(each, torch.nn.Embedding) and each.weight is not head
+    }
     per_token = sum(
         (6.0 if parameter.requires_grad else 4.0)
         * getattr(parameter, "ds_numel", parameter.numel())  # `numel` is 0 for a ZeRO-3 shard
         * (share if ".experts." in name else 1.0)
         for name, parameter in model.named_parameters()
-        if parameter is not lookup
+        if id(parameter) in parts
     )
-    return ModelFlops(per_token, 12.0 * layers * heads * size)
-
-
-def _lookup_only(model: Any) -> torch.nn.Parameter | None:
-    """Return the weight of the input embedding, unless it is tied to the output layer and thus takes part there."""
-    given, head = model.get_input_embeddings(), model.get_output_embeddings()
-    weight = getattr(given, "weight", None)
-    return None if weight is getattr(head, "weight", None) else weight
+    found = {
+        each: 6.0 * each.number * each.heads * (each.key_size + each.value_size)
+        for each in layers_of(config).attention
+    }
+    limited = sum(flops for each, flops in found.items() if each.window)
+    per_square = sum(found.values())
+    window = max((each.window for each in found), default=0)
+    return ModelFlops(per_token, per_square, window, limited and limited / per_square)

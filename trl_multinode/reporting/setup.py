@@ -42,8 +42,9 @@ def report_choices(args: Any, ours: type, is_ours: bool) -> None:
         )
 
 
-def report_start(args: Any, host: Any) -> None:
-    """Print the set-up of node mode, including the changed defaults. Rank 0 calls it."""
+def report_start(args: Any, host: Any, untested: str) -> None:
+    """Print the set-up of node mode, including the changed defaults, and a warning about an untested version. Rank 0
+    calls it."""
     topology, settings = host.topology, host.settings
     per_engine, share = host.devices.per_engine, settings.vllm_gpu_memory_utilization
     where = f"GPUs {list(per_engine)}" if host.devices.sender else "CPU"
@@ -69,6 +70,8 @@ def report_start(args: Any, host: Any) -> None:
     if topology.launched:
         lines.append(grace_note(settings.preemption_grace))
     lines += _lines_ahead(args, settings)
+    if untested:
+        lines.append(f"warning: {untested}")
     for line in lines:
         report(line)
 

@@ -13,7 +13,7 @@ from ..rollouts.staleness import StalenessMeter, summarize_rounds
 from ..run.reporter import report
 from ..run.splits import StepTimes, split_advice
 from ..weights.timings import SyncTimings, sync_metrics
-from .flops import model_flops, peak_flops
+from .flops import ModelFlops, model_flops, peak_flops
 from .metrics import RankNumbers, RunShape, StepSums, merged, step_metrics
 
 ADVICE_AT_STEP = 5
@@ -80,7 +80,7 @@ class StepReport:
 
     def count(self, inputs: dict[str, Any]) -> None:
         """Count the tokens of a micro-batch on the device, so that the host does not wait for it."""
-        if (counts := count_tokens(inputs)) is not None:
+        if (counts := count_tokens(inputs, self._shape.flops)) is not None:
             self._counts = counts if self._counts is None else self._counts + counts
 
     def metrics(self, sync: SyncTimings, steps_left: int) -> dict[str, float]:
@@ -177,13 +177,15 @@ class StepReport:
         return StepTimes(generate_s, train_s, tail_s)
 
 
-def count_tokens(inputs: dict[str, Any]) -> torch.Tensor | None:
+def count_tokens(inputs: dict[str, Any], flops: ModelFlops | None) -> torch.Tensor | None:
     """Count tokens, squared row lengths and trained tokens of a micro-batch; `None` if it has no masks.
 
     Args:
         inputs (`dict[str, Any]`):
             Batch with `prompt_mask` and `completion_mask` (and perhaps `tool_mask`), or with `attention_mask` and
             `labels`.
+        flops ([`ModelFlops`], *optional*):
+            FLOPs of the model, for the squares; `None`: they are not used.
     """
     if "completion_mask" in inputs and "prompt_mask" in inputs:
         completion = inputs["completion_mask"]
@@ -195,7 +197,8 @@ def count_tokens(inputs: dict[str, Any]) -> torch.Tensor | None:
     else:
         return None
     lengths = lengths.double()
-    return torch.stack([lengths.sum(), lengths.square().sum(), trained.sum().double()])
+    squares = flops.squares(lengths) if flops else lengths
+    return torch.stack([lengths.sum(), squares.sum(), trained.sum().double()])
 
 
 def gpu_memory(device: torch.device) -> tuple[float, float]:

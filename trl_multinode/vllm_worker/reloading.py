@@ -25,27 +25,40 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
-try:
-    from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
-except ImportError:  # vLLM 0.26 and 0.27 have one set for loading and for the meta device
-    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS as SKIP_LOAD_TENSORS
+from .loading import SKIP_LOAD_TENSORS, DirectWrites
 
 LOADABLE = "weight_loader_numel"  # attribute of a padded parameter: the number of its elements in a checkpoint
 
 
-def begin_reload(model: torch.nn.Module, device: torch.device) -> None:
-    """Start a reload: from now on the loaders of `model` collect their weights layer by layer."""
+def begin_reload(
+    model: torch.nn.Module, device: torch.device, before: DirectWrites | None = None
+) -> DirectWrites:
+    """Start a reload: from now on the loaders of `model` collect their weights layer by layer.
+
+    Args:
+        model (`torch.nn.Module`), device (`torch.device`):
+            vLLM's model, and the worker's device.
+        before (`DirectWrites`, *optional*):
+            What the previous reload returned.
+
+    Returns:
+        `DirectWrites`: what [`load_tensors`] and [`end_reload`] need.
+    """
     if device.type == "cpu":
         forget_packed_experts(model)
+        allocate_released(model)
     renew_derived(model)
     load_experts_together(model)
     # vLLM 0.26 cannot load the base layer of one with LoRA
     if not hasattr(BaseLayerWithLoRA, "load_weights"):
         BaseLayerWithLoRA.load_weights = load_base_layer
     initialize_layerwise_reload(model)
+    return DirectWrites(model, before)
 
 
-def end_reload(model: torch.nn.Module, model_config: ModelConfig) -> str | None:
+def end_reload(
+    model: torch.nn.Module, model_config: ModelConfig, writes: DirectWrites
+) -> str | None:
     """
     Finish a reload after the last bucket.
 
@@ -55,18 +68,34 @@ def end_reload(model: torch.nn.Module, model_config: ModelConfig) -> str | None:
     """
     tied = getattr(model_config.hf_text_config, "tie_word_embeddings", False)
     lacking = [f"{name} ({reason})" for name, reason in incomplete_layers(model, tied)]
+    lacking += [f"{name} (nothing came)" for name in writes.missing.values()]
     finalize_layerwise_reload(model, model_config)
     lacking += [
         f"{name} (derived from a weight, and not derived again)" for name in stale_derived(model)
     ]
     repack_vocabulary_layers(model)
-    if not lacking:
+    writes.complete = not lacking
+    if writes.complete:
         return None
     return (
         f"{len(lacking)} layers of vLLM's {type(model).__name__} did not get all their weights, and would keep old or "
         f"random ones: {', '.join(lacking[:5])}. The trainer's model has other names, or other tensors, than vLLM "
         "expects for this architecture: use versions of transformers and vLLM that agree on it."
     )
+
+
+def allocate_released(model: torch.nn.Module) -> None:
+    """Give the weights that the attention of DeepSeek has packed and released memory again. CPU only.
+
+    A reload copies into the parameters that it finds, and one of no elements cannot take the new weight. The attention
+    packs and releases it again at the end.
+    """
+    for attention in model.modules():
+        if getattr(attention, "is_amx_bmm_enabled", False):
+            layer = attention.kv_b_proj
+            recorded = get_layerwise_info(layer).restore_metadata[0]["weight"]
+            weight = torch.empty_like(recorded, device="cpu")
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
 # ---- tensors that a model derives from a weight ---------------------------------------------------------------------

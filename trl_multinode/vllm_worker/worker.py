@@ -18,8 +18,9 @@ from vllm.lora.peft_helper import PEFTHelper
 
 from ..transports.base import SELF_TEST_S, OpenedSlots, call_with_timeout
 from ..transports.opening import open_slots
-from ..wire.messages import ADAPTER_TENSORS, OpenSlots
+from ..wire.messages import ADAPTER_TENSORS, OpenSlots, Parts
 from ..wire.stop_signals import ignore_stop_signals, obey_stop_signals
+from .loading import DirectWrites, load_tensors, parts_to_load
 from .logprobs import extend_logprobs
 from .quiet import quiet_vllm
 from .reloading import begin_reload, end_reload
@@ -73,6 +74,8 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, UpdateInfo]):
         self._reloads = False
         self._lacking: str | None = None
         self._adapter: dict[str, torch.Tensor] = {}
+        self._parts: dict[str, Parts] = {}
+        self._writes: DirectWrites | None = None  # of the reload under way
         self.slots: OpenedSlots | None = None
 
     def init_transfer_engine(self, init_info: SlotsInfo) -> None:
@@ -80,6 +83,8 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, UpdateInfo]):
         workers = self.parallel_config
         self.shutdown()  # close the slots of a transport that failed its self test
         self.slots = open_slots(request, self.device, workers.rank, workers.world_size)
+        with set_current_vllm_config(self.vllm_config):
+            self._parts = parts_to_load(self.model, request.buckets)
 
     def start_weight_update(self) -> None: ...
 
@@ -121,7 +126,8 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, UpdateInfo]):
         if weights := [
             (name, tensor) for name, tensor in tensors if not name.endswith(ADAPTER_TENSORS)
         ]:
-            self.model.load_weights(weights)
+            assert self._writes is not None
+            load_tensors(self.model, weights, self._parts, self._writes)
 
     def finish_weight_update(self) -> None:
         if self._reloads:
@@ -155,11 +161,12 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, UpdateInfo]):
         """Begin an update that replaces all weights and the adapter."""
         self._lacking = None
         self._adapter = {}
-        begin_reload(self.model, self.device)
+        self._writes = begin_reload(self.model, self.device, self._writes)
 
     def _end_reload(self) -> None:
         with set_current_vllm_config(self.vllm_config):
-            self._lacking = end_reload(self.model, self.model_config)
+            assert self._writes is not None
+            self._lacking = end_reload(self.model, self.model_config, self._writes)
 
     def _activate(self) -> None:
         """Build a LoRA adapter from the received tensors and activate it.

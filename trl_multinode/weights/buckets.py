@@ -7,7 +7,7 @@ from itertools import groupby
 
 import torch
 
-from ..wire.messages import TensorRange, TensorSpec
+from ..wire.messages import Parts, TensorRange, TensorSpec
 
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size, so that tensors can be views of a slot
 STEP = 32  # elements: a range of a piece begins at a multiple of it, so copies are of whole cache lines
@@ -26,6 +26,7 @@ class WeightMeta:
     )
     divisible: bool = False  # whether its source can gather it in ranges
     range: TensorRange | None = None  # `None`: the whole tensor
+    parts: Parts | None = None  # of a fused tensor, which no checkpoint holds
 
     @property
     def num_bytes(self) -> int:
@@ -102,8 +103,9 @@ def slot_layout(bucket: Bucket) -> tuple[TensorSpec, ...]:
     offset = 0
     for meta in bucket:
         dtype = str(meta.dtype).removeprefix("torch.")
-        specs.append(TensorSpec(meta.name, dtype, meta.shape, offset, meta.num_bytes, meta.range))
-        offset += _padded(meta.num_bytes)
+        size = meta.num_bytes
+        specs.append(TensorSpec(meta.name, dtype, meta.shape, offset, size, meta.range, meta.parts))
+        offset += _padded(size)
     return tuple(specs)
 
 

@@ -1,13 +1,30 @@
 """Tensors of a model: names as in the checkpoint, full shapes, and whether ZeRO-3 shards them. No collective."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..wire.messages import Parts
+from .tying import Owner
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], torch.Tensor]]:
-    """Yield parameters (tied ones once) and persistent buffers: checkpoint name, (module, attribute), tensor."""
+SPLITS = {"Chunk", "SplitModulelist"}  # operations of transformers that cut a fused tensor
+
+
+@dataclass(frozen=True)
+class NamedWeight:
+    """Tensor to send, with its names in a checkpoint."""
+
+    name: str  # of a fused tensor: that in memory, renamed as its parts are
+    parts: Parts | None  # what a checkpoint has in the place of a fused tensor
+    owner: Owner
+    tensor: torch.Tensor
+
+
+def named_weights(model: nn.Module) -> Iterator[NamedWeight]:
+    """Yield the parameters (tied ones once) and persistent buffers of a model."""
     modules = dict(model.named_modules())
     found = dict(model.named_parameters())
     for prefix, module in modules.items():
@@ -15,9 +32,10 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]
             if name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     names = checkpoint_names(model, found)
+    fused = parts_of_fused(model, found)
     for name, tensor in found.items():
         prefix, _, attribute = name.rpartition(".")
-        yield names[name], (modules[prefix], attribute), tensor
+        yield NamedWeight(names[name], fused.get(name), (modules[prefix], attribute), tensor)
 
 
 def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -25,21 +43,64 @@ def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     Map tensor names of `model` to their names in the checkpoint, which vLLM expects.
 
     transformers 5 renames tensors while it loads them (`language_model.model` -> `model.language_model`, no
-    `vision_model` in CLIP and SigLIP) and records the renamings in the model. Fused experts stay fused, because vLLM
-    loads them fused.
+    `vision_model` in CLIP and SigLIP) and records the renamings in the model.
     """
-    # Under ZeRO-3 transformers also records renamings that did not apply to this checkpoint
-    renamings = []
-    for conversion in reversed(getattr(model, "_weight_conversions", None) or ()):
-        if conversion.was_used() and not hasattr(conversion, "operations"):
-            renamings.append(conversion.reverse_transform())
-    found = {}
+    renamings = [one for one in reversals(model) if not hasattr(one, "operations")]
     # some renamings apply only after another name was seen, and rely on this order
-    for name in sorted(names):
-        found[name] = without_wrappers(name)
-        for renaming in renamings:
-            found[name], _ = renaming.rename_source_key(found[name])
+    return {name: renamed(without_wrappers(name), renamings) for name in sorted(names)}
+
+
+def parts_of_fused(model: nn.Module, names: Iterable[str]) -> dict[str, Parts]:
+    """
+    Return, for each tensor that transformers fused while it loaded it, the tensors of the checkpoint.
+
+    The experts of a layer are two tensors in memory; most checkpoints have one matrix of one expert each, and so do
+    some loaders of vLLM.
+    """
+    reversed_ = reversals(model)
+    renamings = [one for one in reversed_ if not hasattr(one, "operations")]
+    splits = [one for one in reversed_ if is_split(one)]
+    found = {}
+    for name in names:
+        for split in splits:
+            first, matched = split.rename_source_key(without_wrappers(name))
+            if matched is None:
+                continue
+            targets = split.target_patterns
+            parts = [renamed(first.replace(targets[0], target), renamings) for target in targets]
+            dims = [cut.dim for cut in split.operations if type(cut).__name__ == "Chunk"]
+            found[name] = Parts(tuple(parts), *dims)
     return found
+
+
+def reversals(model: nn.Module) -> list[Any]:
+    """Return the conversions that `save_pretrained` would apply to the tensors of `model`, in their order."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is not None:
+        # Under ZeRO-3 transformers also records those that did not apply to this checkpoint
+        conversions = [one for one in conversions if one.was_used()]
+    elif hasattr(model, "save_pretrained"):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        # without a load nothing tells whether a checkpoint has the prefix
+        conversions = [one for one in conversions if type(one).__name__ != "PrefixChange"]
+    return [one.reverse_transform() for one in reversed(conversions or ())]
+
+
+def is_split(reversal: Any) -> bool:
+    """Return whether a reversed conversion only cuts a tensor into equal parts."""
+    cuts = getattr(reversal, "operations", ())
+    known = {type(cut).__name__ for cut in cuts} <= SPLITS
+    counted = any(getattr(cut, "num_shards_attribute", None) for cut in cuts)
+    return bool(cuts) and known and not counted
+
+
+def renamed(name: str, renamings: Iterable[Any]) -> str:
+    """Return a tensor's name after all renamings."""
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
 
 
 def without_wrappers(name: str) -> str:

@@ -15,9 +15,9 @@ from ..transports.pieces import Pieces
 from ..wire.messages import ADAPTER_TENSORS
 from .buckets import Bucket, WeightMeta
 from .gathering import ShardGather
-from .names import checkpoint_names, shape_of
+from .names import NamedWeight, checkpoint_names, shape_of
 from .source import ModuleSource, full
-from .tying import Owner, check_tied_head
+from .tying import check_tied_head
 
 LARGEST_RANK = 512  # largest LoRA rank that vLLM serves
 DORA = "DoraLinearVariant"  # class name of PEFT's DoRA variant
@@ -52,11 +52,11 @@ class PeftSource(ModuleSource):
         self.buckets_at_peak = self._widening() * (self.gather.buckets_at_peak + 2)
         self._check_owners()
 
-    def weights(self) -> Iterator[tuple[str, Owner, torch.Tensor]]:
+    def weights(self) -> Iterator[NamedWeight]:
         active = active_adapters(self._layers.values())
-        for name, owner, tensor in super().weights():
-            if not is_adapter(name, active):
-                yield base_name(name), owner, tensor
+        for weight in super().weights():
+            if not is_adapter(weight.name, active):
+                yield replace(weight, name=base_name(weight.name))
 
     def _check_owners(self) -> None:
         """Raise if an adapter is of no weight: a sync would silently omit it."""

@@ -38,7 +38,8 @@ def shard_of(tensor: torch.Tensor) -> Shard | None:
     """Return this rank's piece if all ranks hold equal pieces of the tensor in rank order, otherwise `None`.
 
     ZeRO-3 (also with parameters offloaded to host memory) and FSDP2 shard this way. Frozen weights that ZeRO++ stores
-    quantized, MiCS, hybrid sharding, tensor parallelism and parameters offloaded to NVMe do not.
+    quantized, MiCS, hybrid sharding, experts on a mesh of their own, tensor parallelism and parameters offloaded to
+    NVMe do not.
     """
     if hasattr(tensor, "ds_tensor"):
         return _zero3_shard(tensor)

@@ -16,7 +16,7 @@ from ..transports.pieces import Pieces, joined
 from .buckets import Bucket, WeightMeta, plan_buckets
 from .finite import Weight, check_finite
 from .gathering import Gathering, ShardGather
-from .names import is_zero3, named_weights, shape_of
+from .names import NamedWeight, is_zero3, named_weights, shape_of
 from .shards import Shard, is_quantized, shard_of
 from .tying import Owner, check_still_tied, tied_weights
 
@@ -116,16 +116,22 @@ class ModuleSource(WeightSource):
         self._tied = tied_weights(model)
         self._owners: dict[str, Owner] = {}
         self._metadata: list[WeightMeta] = []
-        for name, owner, tensor in self.weights():
-            self._owners[name] = owner
+        for weight in self.weights():
+            name, tensor = weight.name, weight.tensor
+            self._owners[name] = weight.owner
             casts = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-            sent_as = dtype if casts else tensor.dtype
-            # `as_sent` changes whole tensors
-            divisible = name not in self._changed
-            self._metadata.append(WeightMeta(name, sent_as, shape_of(tensor), divisible=divisible))
+            self._metadata.append(
+                WeightMeta(
+                    name,
+                    dtype if casts else tensor.dtype,
+                    shape_of(tensor),
+                    divisible=name not in self._changed,  # `as_sent` changes whole tensors
+                    parts=weight.parts,
+                )
+            )
 
-    def weights(self) -> Iterator[tuple[str, Owner, torch.Tensor]]:
-        """Yield each tensor to send: name, module and attribute, and the tensor as it is now."""
+    def weights(self) -> Iterator[NamedWeight]:
+        """Yield each tensor to send, as it is now."""
         return named_weights(self._module)
 
     def metadata(self) -> list[WeightMeta]:

@@ -90,6 +90,13 @@ class TensorRange(msgspec.Struct, frozen=True):
         return sum(end - first for first, end in self.intervals(numel))
 
 
+class Parts(msgspec.Struct, frozen=True):
+    """Tensors of a checkpoint that transformers holds fused in one: equal parts along a dimension."""
+
+    names: tuple[str, ...]  # in the checkpoint; "*" stands for each index of the first dimension
+    dim: int = 0  # dimension that is cut into as many parts as there are names
+
+
 class TensorSpec(msgspec.Struct, frozen=True):
     """Name, type and position of one tensor, or of a range of it, inside a slot."""
 
@@ -99,6 +106,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
     offset: int  # bytes from the start of the slot
     num_bytes: int  # in the slot
     range: TensorRange | None = None  # `None`: the whole tensor
+    parts: Parts | None = None  # of a fused tensor, which no checkpoint holds
 
     @property
     def end(self) -> int:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
@@ -84,7 +85,8 @@ def _assigned(launch: Launch) -> EngineDevices | None:
 
 def head_problems(launch: Launch) -> Iterator[Problem]:
     """Yield a problem if an engine's GPUs cannot share the attention heads of the model evenly."""
-    size, heads = launch.script.engines.size, _attention_heads(launch)
+    size = launch.script.engines.size
+    heads = getattr(model_config(launch), "num_attention_heads", None)
     if launch.script.node_mode and heads and heads % size:
         fits = [str(n) for n in range(1, size + 1) if heads % n == 0 and n & (n - 1) == 0]
         yield Problem(
@@ -94,8 +96,8 @@ def head_problems(launch: Launch) -> Iterator[Problem]:
         )
 
 
-def _attention_heads(launch: Launch) -> int | None:
-    """Return the number of attention heads from the model's config, if this machine has it; nothing is downloaded."""
+def model_config(launch: Launch) -> SimpleNamespace | None:
+    """Return the config of the language model, if this machine has it; nothing is downloaded."""
     name = launch.script.model
     if name is None:
         return None
@@ -106,4 +108,4 @@ def _attention_heads(launch: Launch) -> int | None:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):  # not a name on the Hub, or not in the cache
         return None
-    return (config.get("text_config") or config).get("num_attention_heads")
+    return SimpleNamespace(**(config.get("text_config") or config))

@@ -38,11 +38,16 @@ def cache_blocks(
     tensor_parallel: int = 1,
     element_bytes: int = 2,
     block_tokens: int = BLOCK_TOKENS,
+    row_tokens: int = 1,
 ) -> int:
-    """Return the blocks of cache of an engine whose GPUs each have `budget` bytes for it."""
-    return int(
-        budget // (block_tokens * model.attention.cache_elements(tensor_parallel) * element_bytes)
-    )
+    """Return the blocks of cache of an engine whose GPUs each have `budget` bytes for it.
+
+    Args:
+        row_tokens (`int`, *optional*, defaults to 1):
+            Tokens of a row. Windows and recurrent states take less per token in a longer one.
+    """
+    elements = model.cache.cache_elements(row_tokens, tensor_parallel) / row_tokens
+    return int(budget // (block_tokens * elements * element_bytes))
 
 
 def forward_bytes(model: ModelSize, tensor_parallel: int, rows: int) -> float:
@@ -68,10 +73,11 @@ def engine_memory(
     other = forward_bytes(model, tensor_parallel, min(1024, -(-task.rows.number // engines)))
     room = GPU_SHARE_OF_RESERVED * total if taken is None else total - taken
     cache = max(0.0, room - weights - other)
-    tokens = engines * BLOCK_TOKENS * cache_blocks(model, cache, tensor_parallel)
+    blocks = cache_blocks(model, cache, tensor_parallel, row_tokens=task.row_tokens)
+    tokens = engines * BLOCK_TOKENS * blocks
     return EngineMemory(tensor_parallel, engines, weights, other, cache, tokens)
 
 
 def parallel_degrees(model: ModelSize, gpus: int) -> list[int]:
     """Return the tensor-parallel degrees that use all of `gpus` GPUs and divide the model's heads."""
-    return [n for n in range(1, gpus + 1) if gpus % n == 0 and model.attention.splits_into(n)]
+    return [n for n in range(1, gpus + 1) if gpus % n == 0 and model.cache.splits_into(n)]

@@ -185,9 +185,7 @@ def train_seconds(task: Task, layout: Layout) -> float:
     is_split = layout.reserved > 0
     passes = PASSES if is_split else PASSES + SCORING_PASS
     gathers = GATHERS if is_split else GATHERS + 1
-    operations = (
-        rows.number * passes * (model.operations * tokens + model.square_operations * tokens**2)
-    )
+    operations = rows.number * passes * model.flops.of(tokens, model.flops.squares(tokens))
     compute = operations / (layout.training * peak * MODEL_FLOPS_SHARE)
     micro_steps = max(
         1.0, rows.number / layout.training * tokens / (layout.micro_rows * task.row_tokens)

@@ -5,46 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...model_layers import ModelLayers, experts_of, first_of, layers_of
 from . import PlanError
-
-# names in the configs of transformers
-EXPERT_COUNTS = (
-    "num_local_experts",
-    "num_experts",
-    "n_routed_experts",
-)
-# parts of the names of layers without a cache that grows
-NO_CACHE = (
-    "linear",
-    "mamba",
-    "conv",
-    "recurrent",
-)
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Attention of a model; counts are of heads, layers and tensor elements."""
-
-    heads: int
-    kv_heads: int
-    head_size: int
-    has_norms: bool  # queries and keys have norms of their own
-    cached_layers: int
-    latent: int = (
-        0  # of multi-head latent attention: elements per token and layer, the same on every worker
-    )
-
-    def cache_elements(self, tensor_parallel: int) -> int:
-        """Return the elements of cache per token on one of an engine's GPUs, which split the key-value heads."""
-        if self.latent:
-            return self.cached_layers * self.latent
-        return 2 * self.cached_layers * max(1, self.kv_heads // tensor_parallel) * self.head_size
-
-    def splits_into(self, tensor_parallel: int) -> bool:
-        """Return whether vLLM divides the attention heads between so many GPUs."""
-        whole = self.kv_heads % tensor_parallel == 0 or tensor_parallel % self.kv_heads == 0
-        return self.heads % tensor_parallel == 0 and (whole or bool(self.latent))
 
 
 @dataclass(frozen=True)
@@ -65,20 +27,20 @@ class ModelSize:
     largest_layer: (
         int  # parameters of the module that holds most itself, as DeepSpeed's estimator counts
     )
-    operations: float  # floating-point operations of training per token, without attention
-    square_operations: float  # of attention, per squared length of a row
+    flops: Any  # of training, a `ModelFlops`
     vocabulary: int
     hidden: int
     layers: int
     mlp_width: int  # of the parts of a layer that a token uses
     loader_calls: int  # of vLLM's loaders: one per tensor, two where experts' gate and up are fused
-    attention: Attention
+    has_norms: bool  # queries and keys have norms of their own
+    cache: ModelLayers
     experts: Experts
 
     @property
     def active(self) -> float:
-        """Parameters that a token uses, without the input embedding."""
-        return self.operations / 6
+        """Parameters that a token uses, without embeddings that only look rows up."""
+        return self.flops.per_token / 6
 
 
 def model_size(name: str, trust_remote_code: bool = False, length: int = 0) -> ModelSize:
@@ -102,11 +64,12 @@ def model_size(name: str, trust_remote_code: bool = False, length: int = 0) -> M
     # no attention, or another number of heads in each layer
     except (
         AttributeError,
+        RuntimeError,
         TypeError,
     ) as error:
         raise PlanError(
             f"a model of this kind cannot be planned (got {config.model_type!r}: {error}). Expected a transformer "
-            "with equal layers; layers without attention may be among them."
+            "with a number of heads; layers without attention may be among them."
         ) from error
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and length > longest:
@@ -157,56 +120,36 @@ def _build(config: Any, name: str, trust_remote_code: bool) -> Any:
 
 def size_of(model: Any) -> ModelSize:
     """Read the sizes of a model on any device."""
-    from ...reporting.flops import model_flops
+    from ...reporting.flops import text_flops
 
     text = model.config.get_text_config()
     named = dict(model.named_parameters())  # a tied weight once
     parameters = sum(parameter.numel() for parameter in named.values())
-    flops = model_flops(model)
-    experts = _experts(text, named)
+    experts, layers = _experts(text, named), layers_of(text)
+    if not layers.attention:
+        raise TypeError("no attention")
     return ModelSize(
         name=type(model).__name__,
         parameters=parameters,
         largest_layer=max(
             sum(p.numel() for p in each.parameters(recurse=False)) for each in model.modules()
         ),
-        operations=flops.per_token if flops else 6.0 * parameters,
-        square_operations=flops.per_square if flops else 0.0,
+        flops=text_flops(model),
         vocabulary=text.vocab_size,
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
         mlp_width=_mlp_width(text, experts.routed),
         loader_calls=sum(_calls(key, parameter) for key, parameter in named.items()),
-        attention=_attention(text, any("q_norm" in key for key in named)),
+        has_norms=any("q_norm" in key for key in named),
+        cache=layers,
         experts=experts,
     )
 
 
-def _first(text: Any, *names: str) -> int:
-    """Return the first entry of a config that is there and not 0; else 0."""
-    return next((value for name in names if (value := getattr(text, name, None))), 0)
-
-
-def _attention(text: Any, has_norms: bool) -> Attention:
-    """Read the attention. Layers with a window count in full in the cache, so this is an upper bound."""
-    heads, latent = text.num_attention_heads, _first(text, "kv_lora_rank")
-    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
-    return Attention(
-        heads=heads,
-        kv_heads=_first(text, "num_key_value_heads") or heads,
-        head_size=_first(text, "head_dim") or text.hidden_size // heads,
-        has_norms=has_norms,
-        cached_layers=sum(not any(word in kind for word in NO_CACHE) for kind in kinds),
-        latent=latent and latent + text.qk_rope_head_dim,
-    )
-
-
 def _experts(text: Any, named: dict[str, Any]) -> Experts:
-    number = _first(text, *EXPERT_COUNTS)
-    if not number:
-        return Experts()
+    number, routed = experts_of(text)
     parameters = sum(parameter.numel() for key, parameter in named.items() if ".experts." in key)
-    return Experts(parameters, number, _first(text, "num_experts_per_tok") or number)
+    return Experts(parameters, number, routed) if number else Experts()
 
 
 def _calls(name: str, parameter: Any) -> int:
@@ -215,9 +158,8 @@ def _calls(name: str, parameter: Any) -> int:
 
 
 def _mlp_width(text: Any, routed: int) -> int:
+    shared = first_of(text, "shared_expert_intermediate_size", "shared_intermediate_size")
     if not routed:
-        return _first(text, "intermediate_size") or 4 * text.hidden_size
-    each = _first(text, "moe_intermediate_size", "intermediate_size")
-    return each * (routed + _first(text, "n_shared_experts")) + _first(
-        text, "shared_expert_intermediate_size"
-    )
+        return shared or first_of(text, "intermediate_size") or 4 * text.hidden_size
+    each = first_of(text, "moe_intermediate_size", "intermediate_size")
+    return each * (routed + first_of(text, "n_shared_experts")) + shared

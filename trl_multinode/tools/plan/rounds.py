@@ -65,12 +65,8 @@ class Decoder:
         unused = (1 - model.experts.routed / model.experts.number) ** rows
         weights = WEIGHT_BYTES * (model.parameters - unused * model.experts.parameters) / parallel
         read = weights / (READ_SHARE * self.gpu.memory_rate)
-        keys = (
-            context
-            * 2
-            * model.attention.cache_elements(parallel)
-            / (CACHE_SHARE * self.gpu.memory_rate)
-        )
+        kept = rows * WEIGHT_BYTES * model.cache.cache_elements(context / rows, parallel)
+        keys = kept / (CACHE_SHARE * self.gpu.memory_rate)
         matrices = rows * 2 * model.active / (MATRIX_SHARE * self.gpu.peak * parallel)
         reduces = 2 * model.layers * REDUCE_S if parallel > 1 else 0.0
         return STEP_S + reduces + read + keys + matrices
@@ -85,11 +81,11 @@ def generate(rows: Rows, memory: EngineMemory, decoder: Decoder, open_rounds: in
     """
     every = lengths(rows)
     mine = every[:: memory.engines]  # quantiles: each engine gets as long ones
-    room = memory.tokens / memory.engines
     mean = sum(every) / len(every)
     # a running row is a long one more often than not: its mean context is half of the length-weighted mean length
     context = rows.prompt + sum(each * each for each in every) / sum(every) / 2
-    most = max(1, min(1024, int(room / context)))
+    each = WEIGHT_BYTES * decoder.model.cache.cache_elements(context, decoder.tensor_parallel)
+    most = max(1, min(1024, int(memory.cache / each)))
     seconds, tail = drained(mine, rows.prompt, most, decoder)
     steady = max(1, min(most, len(mine) * open_rounds))
     full = len(mine) * mean * decoder.step_s(steady, steady * context) / steady

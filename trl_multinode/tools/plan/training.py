@@ -70,10 +70,9 @@ def layer_bytes(model: ModelSize) -> float:
     Two norms keep their input in float32 and bfloat16 and their output; attention keeps queries, keys, values and
     output; the MLP keeps four tensors of its width; each expert adds its input and output.
     """
-    attention = model.attention
-    heads = (attention.heads + attention.kv_heads) * attention.head_size
-    norms = 16 * model.hidden + (6 * heads if attention.has_norms else 0)
-    return norms + 4 * heads + 8 * model.mlp_width + 4 * model.hidden * model.experts.routed
+    width = max(each.width for each in model.cache.attention)
+    norms = 16 * model.hidden + (3 * width if model.has_norms else 0)
+    return norms + 2 * width + 8 * model.mlp_width + 4 * model.hidden * model.experts.routed
 
 
 def activation_bytes(model: ModelSize, rows: float, row_tokens: int) -> float:
