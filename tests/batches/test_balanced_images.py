@@ -1,5 +1,6 @@
 """Balanced micro-batches of rows with images give TRL's gradient: real trainers, the same rollouts in both."""
 
+from copy import deepcopy
 from unittest import mock
 
 import numpy as np
@@ -46,11 +47,11 @@ class IllustratedReplay(ShortReplay):
         return prompt_ids, images and [row or [] for row in images], fields
 
 
-def compare(folder, name: str, dataset: Dataset) -> dict:
+def compare(folder, built: tuple, dataset: Dataset) -> dict:
     """Run TRL's micro-batches, then balanced ones."""
     trained = []
     for cap in (None, CAP):
-        model, processor = VISION_MODELS[name]()
+        model, processor = deepcopy(built)
         settings = SETTINGS | {
             "model": model, "processing_class": processor, "dataset": dataset, "kind": IllustratedReplay
         }  # fmt: skip
@@ -73,10 +74,12 @@ def compare(folder, name: str, dataset: Dataset) -> dict:
 @pytest.mark.parametrize("name", VISION_MODELS)
 @pytest.mark.parametrize("fewest", [0, 1])
 def test_the_gradient_is_trls_and_rows_move_with_their_images(name, fewest, tmp_path):
-    for found in on_ranks(lambda rank: compare(tmp_path, name, illustrated(fewest)), 2, tmp_path):
+    # here, because only rank 0 of a launch saves and loads a model
+    built = VISION_MODELS[name]()
+    for found in on_ranks(lambda rank: compare(tmp_path, built, illustrated(fewest)), 2, tmp_path):
         assert len(found["differences"]) == 2 and max(found["differences"]) < 1e-5
-        # MiB of one block; its texts are a twentieth of that
-        assert min(found["moved"]) > (0.2 if fewest else 0)
+        # MiB of one block; its texts are a tenth of that
+        assert min(found["moved"]) > (0.1 if fewest else 0)
 
 
 @pytest.mark.parametrize(("fewest", "is_balanced"), [(0, False), (1, True)])

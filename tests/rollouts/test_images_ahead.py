@@ -84,6 +84,7 @@ def run(
     fields = SETTINGS | {
         "num_generations": GROUP, "max_completion_length": TOKENS, "per_device_train_batch_size": 2 * GROUP,
         "learning_rate": 0.0, "shuffle_dataset": False, "rollout_seed": 5, "logprob_divergence_limit": 0.0,
+        "engine_kwargs": {"dtype": "bfloat16"} if name == "qwen3_5" else {},  # an engine on a CPU has no other kernel
     }  # fmt: skip
     with engines_here(lambda text, seed: "", kind=engine):
         trainer = trl_multinode.GRPOTrainer(
