@@ -25,9 +25,10 @@ class Gradients(TrainerCallback):
         self.steps: list[torch.Tensor] = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **_):
-        self.steps.append(
-            torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.requires_grad])
-        )
+        trained = [p for p in model.parameters() if p.requires_grad]
+        # without an image a vision tower has no gradient
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        self.steps.append(torch.cat([gradient.flatten() for gradient in gradients]))
 
 
 class ShortReplay(ReplayTrainer):
@@ -51,7 +52,7 @@ def reward(completion_ids, **_):
 
 def make(
     folder: Path, model=None, engine=None, tool_tokens=False, prompts=PROMPTS, peft_config=None, rollout_func=None,
-    kind=ShortReplay, **settings,
+    kind=ShortReplay, dataset=None, processing_class=None, **settings,
 ):  # fmt: skip
     """A trainer with SGD and no clipping, so that gradients of later steps can be compared too.
 
@@ -67,7 +68,7 @@ def make(
         "disable_tqdm": True, "optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 1e-2, "max_steps": 1,
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "output_dir": str(folder),
     }  # fmt: skip
-    dataset = Dataset.from_dict({"prompt": prompts})
+    dataset = dataset or Dataset.from_dict({"prompt": prompts})
     if model is None:
         model = tiny_qwen2(vocab_size=258, seed=1)
         # from where TRL loads the reference model
@@ -84,7 +85,7 @@ def make(
         reward,
         args,
         dataset,
-        processing_class=tiny_tokenizer(),
+        processing_class=processing_class or tiny_tokenizer(),
         callbacks=[gradients],
         peft_config=lora,
     )

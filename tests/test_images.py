@@ -6,7 +6,7 @@ import pytest
 import torch
 from refusals import refused
 
-from trl_multinode.images import check_images, with_lists_of_images
+from trl_multinode.images import check_images, with_lists_of_images, without_empty_images
 
 CAT = object()
 
@@ -38,3 +38,22 @@ def test_a_rank_without_any_picture_is_refused_while_others_have_some_and_weight
     check_images(accelerator([True, False], stage=2), [{"images": []}])
     check_images(accelerator([False]), [{"image": None}])
     check_images(accelerator([True]), [{"image": None}, {"image": CAT}])
+
+
+def test_a_forward_pass_keeps_its_images_unless_all_are_empty_or_padding():
+    ids, some, none = torch.ones(2, 3), torch.zeros(2, 4), torch.zeros(0, 4)
+    grid = {"image_grid_thw": torch.ones(1, 3)}
+    kept = {"input_ids": ids, "mm_token_type_ids": ids}
+    for dropped in (
+        {"pixel_values": none} | grid,
+        {"pixel_values": some, "pixel_attention_mask": torch.zeros(2, 4)},
+    ):
+        assert without_empty_images(None, (), kept | dropped) == ((), kept)
+    for images in (
+        {},
+        {"pixel_values": some} | grid,
+        {"pixel_values": some, "pixel_attention_mask": torch.eye(2)},
+    ):
+        assert (
+            without_empty_images(None, (), kept | images)[1].keys() == kept.keys() | images.keys()
+        )

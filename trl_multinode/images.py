@@ -70,6 +70,11 @@ def may_have_images(dataset: Any, is_vlm: bool) -> bool:
     return has_images(dataset[0]) or any(image_flags(dataset))
 
 
+def every_row_has_images(dataset: Any) -> bool:
+    """Return whether every row of a dataset has images; `False` for a stream, whose rows nobody has seen yet."""
+    return has_index(dataset) and all(image_flags(dataset))
+
+
 def with_lists_of_images(inputs: list[dict]) -> list[dict]:
     """Add a column `images`, which TRL reads first, if any row has `image=None`: processors reject `None`."""
     lacks_some = any("image" in row and row["image"] is None for row in inputs)
@@ -78,12 +83,31 @@ def with_lists_of_images(inputs: list[dict]) -> list[dict]:
     return [{**row, "images": images_of(row)} for row in inputs]
 
 
+def without_empty_images(_: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Drop the images of a forward pass whose rows have none, as a hook of the model: TRL 1.16 passes empty tensors,
+    with which vision towers fail."""
+    pixels, mask = kwargs.get("pixel_values"), kwargs.get("pixel_attention_mask")
+    # with a mask, each row is padded to the same number of images
+    is_padding = mask is not None and not mask.any()
+    if pixels is not None and (is_padding or not pixels.numel()):
+        kwargs = {
+            name: value
+            for name, value in kwargs.items()
+            if not name.startswith(("pixel_", "image_", "spatial_"))
+        }
+    return args, kwargs
+
+
 def check_images(accelerator: Any, inputs: list[dict]) -> None:
     """
     Check, if weights are sharded (ZeRO-3, FSDP), that either all ranks have images in their batch or none has.
 
     A rank without images never gathers the vision tower's shards, and the other ranks would wait for it. The check is
     one gather of a flag per round, on all training ranks.
+
+    Args:
+        inputs (`list[dict]`):
+            Rows of this rank, with images in a column or in the messages of the prompt.
 
     Raises:
         `ConfigurationError`: on every rank, if only some ranks have images.

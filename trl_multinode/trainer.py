@@ -14,7 +14,14 @@ from .batches.own_loss import LOSSES, RatioCheck, owner_of
 from .config import MultiNodeGRPOConfig
 from .errors import ConfigurationError, RolloutError
 from .host import NodeHost
-from .images import check_images, has_images, may_have_images, with_lists_of_images
+from .images import (
+    check_images,
+    has_images,
+    may_have_images,
+    shards_weights,
+    with_lists_of_images,
+    without_empty_images,
+)
 from .node_settings import NodeSettings
 from .node_trainer import RewardedNodeTrainer
 from .rehearsal.rehearsal import Rehearsal
@@ -71,6 +78,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
+        if self._is_vlm and not shards_weights(self.accelerator.state):
+            self.model.register_forward_pre_hook(without_empty_images, with_kwargs=True)
         self._loss_scores = LossScores(
             self, self._monitor, self._meter, partial(reason_to_score, self)
         )
@@ -153,8 +162,6 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if self.host is None:
             return super()._generate_and_score_completions(inputs)
         self._check_groups(inputs)
-        if self._is_vlm:
-            check_images(self.accelerator, inputs)
         score = super()._generate_and_score_completions
 
         def make() -> dict[str, Any]:
@@ -206,6 +213,14 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if self._again is not None and self.model.training:
             self._again.check_round(rewards)
         return rewards
+
+    def _generate(self, prompts: list) -> tuple:
+        found = super()._generate(prompts)
+        # a group's thread, which has no host, makes no collective
+        if self._is_vlm and self.host is not None:
+            tool_images = [{"images": images} for images in found[-1]]
+            check_images(self.accelerator, [*({"prompt": one} for one in prompts), *tool_images])
+        return found
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
         self._raise_tool_failure()

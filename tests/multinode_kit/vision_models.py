@@ -11,7 +11,9 @@ from .architectures import model_for
 from .models import tiny_tokenizer
 
 # Their ids are those after the tiny tokenizer's 258. The third one stands for each token of an image
-SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+SPECIAL = [
+    "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>",
+]  # fmt: skip
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"  # in a text, before its expansion
 VOCABULARY = 300  # not a multiple of 64, so vLLM pads it
 PATCH, MERGED = 8, 2  # pixels; patches of a token, in each direction

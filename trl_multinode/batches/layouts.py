@@ -5,14 +5,18 @@ longest completion. The model gets rows that all begin in column 0, so its batch
 Attention with relative positions gives the same result in both layouts.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-# prompt_ids (prompt,), per-token fields (completion,), others () or (1,)
+from .row_images import FIELDS, cut_images, join_images
+
+# prompt_ids (prompt,), per-token fields (completion,), images of any shape, others () or (1,)
 Row = dict[str, torch.Tensor]
 
 # Fields with one value per completion token, and TRL's padding value. The importance sampling ratio is among them only
@@ -34,6 +38,11 @@ def lengths(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack([inputs[name].sum(1) for name in MASKS], dim=1)
 
 
+def tokens_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the boolean mask of the tokens of a batch, shape `(rows, prompt + completion)`."""
+    return torch.cat([inputs[name] for name in MASKS], dim=1).bool()
+
+
 def cut_rows(inputs: Mapping[str, torch.Tensor], per_token: frozenset[str]) -> list[Row]:
     """Cut one of TRL's batches into rows, which are views. Scalars and masks are left out.
 
@@ -52,8 +61,7 @@ def cut_rows(inputs: Mapping[str, torch.Tensor], per_token: frozenset[str]) -> l
     for ids, (prompt, _) in zip(inputs["prompt_ids"], sizes, strict=True):
         rows.append({"prompt_ids": ids[width - prompt :]})
     for name, values in inputs.items():
-        is_scalar = values is None or values.ndim == 0
-        if is_scalar or name in ("prompt_ids", *MASKS):
+        if name in ("prompt_ids", *MASKS, *FIELDS) or values is None or values.ndim == 0:
             continue
         if name not in per_token and values[0].numel() != 1:
             raise ValueError(
@@ -62,7 +70,8 @@ def cut_rows(inputs: Mapping[str, torch.Tensor], per_token: frozenset[str]) -> l
             )
         for row, value, (_, completion) in zip(rows, values, sizes, strict=True):
             row[name] = value[:completion] if name in per_token else value
-    return rows
+    images = cut_images(inputs, tokens_of(inputs))
+    return [row | of_row for row, of_row in zip(rows, images, strict=True)]
 
 
 def join_rows(
@@ -76,7 +85,8 @@ def join_rows(
     Raises:
         `ValueError`: if the rows have different fields.
     """
-    if different := {name for row in rows for name in row.keys() ^ rows[0].keys()}:
+    different = {name for row in rows for name in row.keys() ^ rows[0].keys()}.difference(FIELDS)
+    if different:
         raise ValueError(
             f"Rows of a micro-batch differ in {sorted(different)}. Unset `micro_batch_tokens`."
         )
@@ -87,7 +97,7 @@ def join_rows(
         "prompt_mask": pad_sequence(masks, True, 0, padding_side="left"),
     }
     for name in rows[0]:
-        if name == "prompt_ids":
+        if name in ("prompt_ids", *FIELDS):
             continue
         values = [row[name] for row in rows]
         if name in per_token:
@@ -98,7 +108,7 @@ def join_rows(
     batch["completion_mask"] = _two_columns(
         [torch.ones_like(row["completion_ids"]) for row in rows], 0
     )
-    return batch
+    return batch | join_images(rows, tokens_of(batch))
 
 
 def _two_columns(values: list[torch.Tensor], fill: float) -> torch.Tensor:
@@ -108,46 +118,45 @@ def _two_columns(values: list[torch.Tensor], fill: float) -> torch.Tensor:
     return nn.functional.pad(padded, (0, missing), value=fill)
 
 
+def num_words(row: Row) -> int:
+    """Return the length of a row's record."""
+    return 1 + len(_described(row)) // 4 + sum(value.numel() for value in row.values())
+
+
+def _described(row: Row) -> str:
+    """Return JSON with type and shape of each field. Spaces at its end make it whole words of 4 bytes."""
+    fields = {name: [str(value.dtype)[6:], *value.shape] for name, value in row.items()}
+    text = json.dumps(fields)
+    return text + " " * (-len(text) % 4)
+
+
 def row_to_record(row: Row) -> torch.Tensor:
-    """Pack a row into one int32 vector; floats keep their float32 bits."""
-    parts = []
-    for value in row.values():
-        flat = value.reshape(-1)
-        parts.append(
-            flat.float().view(torch.int32) if flat.is_floating_point() else flat.to(torch.int32)
-        )
-    return torch.cat(parts)
+    """Pack a row into one int32 vector: length of its description in words, description, values in order."""
+    text = torch.frombuffer(bytearray(_described(row).encode()), dtype=torch.int32)
+    parts = [text.new_tensor([len(text)]), text, *row.values()]
+    device = row["prompt_ids"].device
+    return torch.cat([to_words(part).to(device) for part in parts])
 
 
-def record_to_row(
-    record: torch.Tensor, like: Row, sizes: Sequence[int], per_token: frozenset[str]
-) -> Row:
-    """Unpack a row: the inverse of [`row_to_record`].
-
-    Args:
-        record (`torch.Tensor`):
-            Vector that another rank packed.
-        like (`Row`):
-            Any row of this rank: it has the same fields and types.
-        sizes (`Sequence[int]`):
-            Prompt and completion tokens of the row.
-        per_token (`frozenset[str]`):
-            Same as in [`cut_rows`].
-    """
-    prompt, completion = sizes
-    row, start = {}, 0
-    for name, example in like.items():
-        shape = example.shape
-        if name == "prompt_ids":
-            shape = torch.Size([prompt])
-        elif name in per_token:
-            shape = torch.Size([completion])
-        part = record[start : start + shape.numel()]
-        if example.is_floating_point():
+def record_to_row(record: torch.Tensor) -> Row:
+    """Unpack a row: the inverse of [`row_to_record`]."""
+    start = 1 + int(record[0])
+    row = {}
+    for name, (dtype, *shape) in json.loads(record[1:start].cpu().numpy().tobytes()).items():
+        end = start + prod(shape)
+        part = record[start:end]
+        kind = getattr(torch, dtype)
+        if kind.is_floating_point:
             part = part.view(torch.float32)
-        row[name] = part.to(example.dtype).reshape(shape)
-        start += shape.numel()
+        row[name] = part.to(kind).reshape(shape)
+        start = end
     return row
+
+
+def to_words(values: torch.Tensor) -> torch.Tensor:
+    """Return values as an int32 vector; floats keep their float32 bits."""
+    flat = values.reshape(-1)
+    return flat.float().view(torch.int32) if flat.is_floating_point() else flat.to(torch.int32)
 
 
 class Compact:

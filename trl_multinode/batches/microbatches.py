@@ -16,11 +16,13 @@ import torch
 from transformers import Trainer
 from trl import GRPOTrainer
 
+from ..images import every_row_has_images
 from ..node_settings import NodeSettings
 from ..run.reporter import report
 from .layouts import Compact, Row, join_rows
 from .local_metrics import LocalMetrics
 from .own_loss import reason_of_loss
+from .row_images import TYPE_IDS, images_in
 from .shares import RowDealer, Share, Tensors
 
 # the loss of a micro-batch is a mean over its rows
@@ -36,7 +38,8 @@ SUM_OVER_TOKENS = (
     "cispo",
     "vespo",
 )
-KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+# Rows begin in column 0, so padding follows the tokens, which a recurrent layer reads in their order
+KNOWN_LAYERS = {"full_attention", "sliding_attention", "linear_attention"}
 
 # log-probs, entropies, auxiliary loss
 Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -56,7 +59,11 @@ def reason_against(trainer: GRPOTrainer) -> str | None:
         "the entropy bonus is a mean over the tokens of a micro-batch": trainer._entropy_bonus_enabled,
         "top_entropy_quantile is taken over a micro-batch": trainer.top_entropy_quantile < 1.0,
         "the router's auxiliary loss is taken over a micro-batch": trainer.aux_loss_enabled,
-        "the model takes images": trainer._is_vlm,
+        "not every row has an image, and with DeepSpeed or FSDP ranks must run the vision tower together": (
+            trainer._is_vlm
+            and trainer.accelerator.distributed_type in ("DEEPSPEED", "FSDP")
+            and not every_row_has_images(trainer.train_dataset)
+        ),
         f"{type(trainer.model).__name__} has no rotary positions, so they may be absolute": not rotary,
         f"rotary frequencies depend on the padded length: {rope}": "dynamic" in rope
         or "longrope" in rope,
@@ -189,16 +196,21 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
         if self._balance is None or not self.model.training:
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
 
-        def compact(ids: torch.Tensor, mask: torch.Tensor, keep: int) -> Scores:
+        def compact(ids: torch.Tensor, mask: torch.Tensor, keep: int, fields: dict) -> Scores:
             layout = Compact(mask, keep, self.pad_to_multiple_of or 1)
             call = partial(layout.call, model)
             keep = layout.logits_to_keep
-            found = score(call, layout.ids(ids), layout.attention_mask, keep, **kwargs)
+            for name in TYPE_IDS:
+                if fields.get(name) is not None:
+                    fields = fields | {name: layout.ids(fields[name])}
+            found = score(call, layout.ids(ids), layout.attention_mask, keep, **fields)
             return layout.restore(found[0]), layout.restore(found[1]), found[2]
 
         if torch.is_grad_enabled():
-            return compact(input_ids, attention_mask, logits_to_keep)
-        return self._balance.score(compact, input_ids, attention_mask, logits_to_keep), None, None
+            return compact(input_ids, attention_mask, logits_to_keep, kwargs)
+        images = images_in(kwargs)
+        logps = self._balance.score(compact, input_ids, attention_mask, logits_to_keep, images)
+        return logps, None, None
 
 
 class Balance:
@@ -283,10 +295,11 @@ class Balance:
     @torch.no_grad()
     def score(
         self,
-        compact: Callable[[torch.Tensor, torch.Tensor, int], Scores],
+        compact: Callable[[torch.Tensor, torch.Tensor, int, dict], Scores],
         input_ids: torch.Tensor,
         mask: torch.Tensor,
         keep: int,
+        images: dict[str, Any],
     ) -> torch.Tensor:
         """Return the completions' per-token log-probs, shape `(rows, keep)`, equal to those of TRL's fixed chunks."""
         rows_of_trl = {
@@ -294,6 +307,7 @@ class Balance:
             "prompt_mask": mask[:, :-keep],
             "completion_ids": input_ids[:, -keep:],
             "completion_mask": mask[:, -keep:],
+            **images,
         }
         share = self.dealer.share([rows_of_trl])
         found: dict[int, torch.Tensor] = {}
@@ -301,7 +315,8 @@ class Balance:
             batch = self._join(rows)
             ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
             masks = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-            logps = compact(ids, masks, batch["completion_ids"].shape[1])[0]
+            width = batch["completion_ids"].shape[1]
+            logps = compact(ids, masks, width, images_in(batch))[0]
             for number, row in zip(rows, logps, strict=True):
                 found[number] = row[: share.sizes[number, 1]]
         found |= self.dealer.send_back(share, found)

@@ -57,22 +57,22 @@ class RowExchange:
         self._moved_bytes, self._crossed_bytes = 0, 0
 
     def all_lengths(self, mine: torch.Tensor) -> np.ndarray:
-        """Gather the prompt and completion tokens of all ranks' rows, shape `(world_size, rows, 2)`.
+        """Gather the prompt and completion tokens and the record's words of all rows, shape `(world_size, rows, 3)`.
 
         A collective of all ranks, which hold the same number of rows each, because TRL's batch size sets it. It is all
-        that ranks must agree on: 8 bytes a row, 0.9 MB for 128 rows on each of 896 ranks.
+        that ranks must agree on: 12 bytes a row, 1.4 MB for 128 rows on each of 896 ranks.
 
         Args:
-            mine (`torch.Tensor` of shape `(rows, 2)`):
-                Tokens of this rank's rows.
+            mine (`torch.Tensor` of shape `(rows, 3)`):
+                Lengths of this rank's rows.
         """
         world = len(self._node)
         if world == 1:
             return mine.cpu().numpy()[None]
         mine = mine.to(torch.int32).contiguous()
-        every = mine.new_empty(world * len(mine), 2)
+        every = mine.new_empty(world * len(mine), mine.shape[1])
         dist.all_gather_into_tensor(every, mine)
-        return every.view(-1, len(mine), 2).cpu().numpy()
+        return every.view(world, *mine.shape).cpu().numpy()
 
     def move(
         self,

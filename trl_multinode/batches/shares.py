@@ -9,7 +9,7 @@ import torch
 from ..errors import ConfigurationError
 from ..node_settings import NodeSettings
 from .batching import Plan, plan_micro_steps
-from .layouts import PER_TOKEN, Row, cut_rows, lengths, record_to_row, row_to_record
+from .layouts import PER_TOKEN, Row, cut_rows, num_words, record_to_row, row_to_record, to_words
 from .row_exchange import RowExchange, topology_of_ranks
 
 Tensors = dict[str, torch.Tensor]
@@ -65,46 +65,36 @@ class RowDealer:
 
     def share(self, inputs: list[Tensors]) -> Share:
         """Plan the rows of all ranks, exchange them, and return this rank's share."""
-        table = self.exchange.all_lengths(torch.cat([lengths(part) for part in inputs]))
-        padded = -(-table.sum(2) // self._multiple) * self._multiple
-        self._check(padded)
-        plan, sizes, rank = self._plan(padded), table.reshape(-1, 2), self.exchange.rank
-        own = np.flatnonzero(plan.owners == rank).tolist()
         cut = [row for part in inputs for row in cut_rows(part, self.per_token)]
+        mine = [[len(row["prompt_ids"]), len(row["completion_ids"]), num_words(row)] for row in cut]
+        table = self.exchange.all_lengths(cut[0]["prompt_ids"].new_tensor(mine))
+        padded = -(-table[..., :2].sum(2) // self._multiple) * self._multiple
+        self._check(padded)
+        plan, rank = self._plan(padded), self.exchange.rank
+        sizes, words = np.split(table.reshape(-1, 3), [2], axis=1)
+        own = np.flatnonzero(plan.owners == rank).tolist()
         rows = dict(zip(own, cut, strict=True))
-        rows |= self._exchanged(rows, plan, sizes)
+        leaving = {
+            number: row_to_record(row)
+            for number, row in rows.items()
+            if plan.targets[number] != rank
+        }
+        arrived = self.exchange.move(leaving, words[:, 0], plan.owners, plan.targets)
+        rows |= {number: record_to_row(record) for number, record in arrived.items()}
         steps = [{number: rows[number] for number in numbers} for numbers in plan.bins(rank)]
         scalars = {
             name: value
             for name, value in inputs[0].items()
-            if value is not None and value.ndim == 0
+            if isinstance(value, torch.Tensor) and value.ndim == 0
         }
         return Share(plan, sizes, own, steps, scalars)
-
-    def _exchanged(self, rows: dict[int, Row], plan: Plan, sizes: np.ndarray) -> dict[int, Row]:
-        """Send the rows that other ranks run, and return those of other ranks that this one runs."""
-        like = next(iter(rows.values()))
-        in_row = [name for name in like if name in self.per_token]
-        others = sum(
-            value.numel() for name, value in like.items() if name not in (*in_row, "prompt_ids")
-        )
-        record_sizes = sizes[:, 0] + len(in_row) * sizes[:, 1] + others
-        leaving = {}
-        for number, row in rows.items():
-            if plan.targets[number] != self.exchange.rank:
-                leaving[number] = row_to_record(row)
-        arrived = self.exchange.move(leaving, record_sizes, plan.owners, plan.targets)
-        return {
-            number: record_to_row(record, like, sizes[number], self.per_token)
-            for number, record in arrived.items()
-        }
 
     def send_back(self, share: Share, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Send values per completion token to the ranks that hold the rows; return those of this rank's own rows."""
         owners, records = share.plan.owners, {}
         for number, of_row in values.items():
             if owners[number] != self.exchange.rank:
-                records[number] = row_to_record({"values": of_row})
+                records[number] = to_words(of_row)
         sizes = share.sizes[:, 1]
         back = self.exchange.move(records, sizes, share.plan.targets, owners)
         return {number: record.view(torch.float32) for number, record in back.items()}
