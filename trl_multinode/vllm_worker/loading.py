@@ -159,11 +159,11 @@ class DirectWrites(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            self.missing.pop(storage_of(args[0]), None)
         # torch names operations in place so: aten::copy_, aten::add_.Tensor
-        if self._in_loader or not func.name().partition(".")[0].endswith("_"):
+        in_place = func.name().partition(".")[0].endswith("_") and isinstance(args[0], torch.Tensor)
+        if self._in_loader or not in_place:
             return func(*args, **kwargs or {})
+        self.missing.pop(storage_of(args[0]), None)
         owner = self._owners.get(storage_of(args[0]))
         if owner is None and not args[0].is_meta:
             return func(*args, **kwargs or {})
