@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup demo versions names bench gpu check docs test test-real test-e2e test-all nightly \
-	nightly-part faults faults-random census trl-tests compatibility lock release clean
+	nightly-part faults faults-random census trl-tests compatibility models lock release clean
 
 help:
 	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
@@ -160,6 +160,10 @@ census: setup
 compatibility: setup
 	rm -f docs/evidence/compatibility.json
 	PYTHONPATH=evidence python -m pytest tests -m feature -p compatibility
+
+models: setup
+	PYTHONPATH=evidence python -m pytest tests/weights/test_sent_weights.py tests/weights/test_model_architectures.py \
+		tests/e2e/test_families.py -p compatibility -p models
 
 lock: setup
 	python requirements/lock.py

@@ -1,6 +1,6 @@
 """Log-probs of engine and trainer agree after a sync, and do not before, for every architecture that we say works.
 
-test_families.py compares the weights themselves, bit by bit. In bfloat16 the trainer's own rounding is the control:
+test_sent_weights.py compares the weights themselves, bit by bit. In bfloat16 the trainer's own rounding is the control:
 the log-probs of a float32 copy of its model.
 """
 
