@@ -69,7 +69,7 @@ def row(name: str, figures: dict) -> str:
 
 
 def number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1e}" if value < 1e-3 else f"{value:.2f}"
+    return "" if value is None else f"{value:.2g}"
 
 
 def write_page(found: dict[str, dict]) -> None:

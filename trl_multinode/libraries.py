@@ -188,13 +188,27 @@ def fingerprints(source: str) -> dict[str, list[str]]:
             values that TRL unpacks, and the attributes in the place of a digest; else two empty texts.
     """
     tree = ast.parse(source)
-    found: dict[str, list[str]] = {}
+    names = {
+        name
+        for node in ast.walk(tree)
+        for field in ("id", "attr", "name")
+        if (name := getattr(node, field, None))
+    }
+    found = {name: ["", ""] for name in names} | _uses_of_generation(tree)
+    for owner in ast.walk(tree):
+        if isinstance(owner, ast.Module | ast.ClassDef):
+            prefix = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
+            for node in owner.body:
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found[prefix + node.name] = _fingerprint(node)
+    return found
+
+
+def _uses_of_generation(tree: ast.AST) -> dict[str, list[str]]:
+    """Return how TRL builds and calls the generation object, and which of its attributes it reads."""
     shapes, attributes = defaultdict(set), set()
     unpacked: dict[ast.AST, str] = {}
     for node in ast.walk(tree):
-        for field in ("id", "attr", "name"):
-            if name := getattr(node, field, None):
-                found[name] = ["", ""]
         # before the call itself, because `walk` yields parents first
         if isinstance(node, ast.Assign):
             unpacked[node.value] = f" -> {len(getattr(node.targets[0], 'elts', 'x'))}"
@@ -204,16 +218,8 @@ def fingerprints(source: str) -> dict[str, list[str]]:
             shapes[called].add(f"({words}){unpacked.get(node, '')}")
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self.vllm_generation":
             attributes.add(node.attr)
-    for name, each in shapes.items():
-        found[name] = [" ".join(sorted(each)), ""]
-    found["self.vllm_generation"] = ["", " ".join(sorted(attributes))]
-    for owner in ast.walk(tree):
-        if isinstance(owner, ast.Module | ast.ClassDef):
-            prefix = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
-            for node in owner.body:
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                    found[prefix + node.name] = _fingerprint(node)
-    return found
+    found = {name: [" ".join(sorted(each)), ""] for name, each in shapes.items()}
+    return found | {"self.vllm_generation": ["", " ".join(sorted(attributes))]}
 
 
 def _fingerprint(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:

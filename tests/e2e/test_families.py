@@ -35,9 +35,8 @@ def launched(folder: Path, names: tuple[str, ...]) -> Path:
     env = {HOOK: FORKED}
     with Nodes(2, 1, folder=folder, forked=True, env=env) as nodes:
         nodes.launch(SCRIPT, str(folder), ",".join(names))
-        codes = nodes.wait(timeout_s=4 * HANG_S)
+        nodes.wait(timeout_s=4 * HANG_S)
         print(nodes.rank_log(0)[-4000:])
-        assert codes == [0, 0], nodes.rank_log(0)[-4000:]
     return folder
 
 
@@ -60,7 +59,9 @@ def test_a_family_trains_and_its_engines_have_the_weights_of_each_step(
     folder_of, name, record_property
 ):
     for rank in range(2):
-        found = json.loads((folder_of(name) / name / f"result_rank{rank}.json").read_text())
+        result = folder_of(name) / name / f"result_rank{rank}.json"
+        assert result.exists(), f"{name} did not end; see the launch's log above"
+        found = json.loads(result.read_text())
         assert found["world"] == 2 and found["version"] == 3 and len(found["differences"]) == 3
         assert min(found["norms"]) > 0
         # stale weights would differ by more than a tenth after a step of 0.01

@@ -175,8 +175,8 @@ ARCHITECTURES = {
     "starcoder2": Architecture("Starcoder2", "Starcoder2", _UNTIED, "biases, LayerNorm"),
     # vLLM's window is one token longer than that of transformers
     "cohere2": Architecture(
-        "Cohere2", "Cohere2", _TEXT | _LOCAL_GLOBAL | {"sliding_window": 2048},
-        "attention beside the MLP, layers without positions",
+        "Cohere2", "Cohere2", _TEXT | _WINDOW | _LOCAL_GLOBAL, "attention beside the MLP, layers without positions",
+        engine_args={"hf_overrides": {"sliding_window": 15}},
     ),
     "gemma2": Architecture(
         "Gemma 2", "Gemma2", _GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},

@@ -13,6 +13,7 @@ from swapping import differences_with_a_cached_prefix, generate_while_sending
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import multinode_kit
+from multinode_kit.architectures import ARCHITECTURES, built_here
 from multinode_kit.engines import (
     FAKE,
     FORKED,
@@ -128,6 +129,15 @@ def an_unfrozen_norm() -> PeftModel:
     return model
 
 
+def with_experts() -> PeftModel:
+    """On a GPU vLLM serves it."""
+    model = get_peft_model(
+        built_here(ARCHITECTURES["qwen3_moe"]), LoraConfig(r=4, target_modules=["q_proj"])
+    )
+    assert adapter_obstacle(model.get_base_model(), torch.bfloat16, on_gpu=True) is None
+    return model
+
+
 def adapter_obstacle(*args, **kwargs) -> str | None:
     return next(adapter_obstacles(*args, **kwargs), None)
 
@@ -146,6 +156,7 @@ def adapter_obstacle(*args, **kwargs) -> str | None:
         (lambda: adapted(targets=["q_proj", "embed_tokens"]), "embed_tokens"),
         (lambda: adapted(targets=["q_proj"], use_dora=True), "q_proj is DoRA's"),
         (lambda: adapted(targets=["q_proj"], r=520), "520.*512"),
+        (with_experts, "a model with experts need Triton"),
     ],
 )
 def test_which_adapters_vllm_serves_and_why_not(make, reason):
