@@ -71,8 +71,19 @@ def may_have_images(dataset: Any, is_vlm: bool) -> bool:
 
 
 def every_row_has_images(dataset: Any) -> bool:
-    """Return whether every row of a dataset has images; `False` for a stream, whose rows nobody has seen yet."""
-    return has_index(dataset) and all(image_flags(dataset))
+    """Return whether every row of a `Dataset` has images; `False` for others, whose rows would have to be read."""
+    return isinstance(dataset, Dataset) and all(image_flags(dataset))
+
+
+def may_skip_vision_tower(args: Any, accelerator: Any) -> bool:
+    """Return whether a rank may train on rows without images while others run the vision tower.
+
+    DDP waits for the gradients of all parameters, unless it looks for those that were not used.
+    """
+    # TRL sets it for models with images, but not with reentrant checkpointing
+    is_found = args.ddp_find_unused_parameters
+    is_ddp = accelerator.distributed_type in ("MULTI_GPU", "MULTI_CPU")
+    return accelerator.num_processes == 1 or bool(is_ddp and is_found)
 
 
 def with_lists_of_images(inputs: list[dict]) -> list[dict]:

@@ -152,6 +152,9 @@ def check_trl(trainer: type) -> str:
     moved, changed = [], []
     used = {kind.__module__ for kind in trainer.__mro__} | {GENERATION}
     for module in sorted(used & record["modules"].keys()):
+        if module not in sys.modules:
+            moved.append(f"no module {module}")
+            continue
         found = fingerprints(inspect.getsource(sys.modules[module]))
         for name, (signature, digest) in record["modules"][module].items():
             if name not in found:

@@ -18,7 +18,7 @@ from .images import (
     check_images,
     has_images,
     may_have_images,
-    shards_weights,
+    may_skip_vision_tower,
     with_lists_of_images,
     without_empty_images,
 )
@@ -78,7 +78,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
-        if self._is_vlm and not shards_weights(self.accelerator.state):
+        if self._is_vlm and may_skip_vision_tower(self.args, self.accelerator):
             self.model.register_forward_pre_hook(without_empty_images, with_kwargs=True)
         self._loss_scores = LossScores(
             self, self._monitor, self._meter, partial(reason_to_score, self)
@@ -215,11 +215,14 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         return rewards
 
     def _generate(self, prompts: list) -> tuple:
-        found = super()._generate(prompts)
         # a group's thread, which has no host, makes no collective
-        if self._is_vlm and self.host is not None:
-            tool_images = [{"images": images} for images in found[-1]]
-            check_images(self.accelerator, [*({"prompt": one} for one in prompts), *tool_images])
+        checks = self._is_vlm and self.host is not None
+        rows: list[dict] = [{"prompt": prompt} for prompt in prompts]
+        if checks and not self.tools:
+            check_images(self.accelerator, rows)
+        found = super()._generate(prompts)
+        if checks and self.tools:
+            check_images(self.accelerator, rows + [{"images": images} for images in found[-1]])
         return found
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:

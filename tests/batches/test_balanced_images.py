@@ -14,6 +14,7 @@ from replays import ShortReplay, logged, make, on_ranks
 from multinode_kit.vision_models import VISION_MODELS
 from trl_multinode.batches.layouts import num_words, record_to_row, row_to_record
 from trl_multinode.batches.microbatches import reason_against
+from trl_multinode.batches.row_images import cut_images, join_images
 from trl_multinode.images import without_empty_images
 
 ROWS = 16
@@ -82,19 +83,50 @@ def test_the_gradient_is_trls_and_rows_move_with_their_images(name, fewest, tmp_
         assert min(found["moved"]) > (0.1 if fewest else 0)
 
 
-@pytest.mark.parametrize(("fewest", "is_balanced"), [(0, False), (1, True)])
-def test_sharded_ranks_keep_trls_cut_if_a_row_has_no_image(fewest, is_balanced, tmp_path):
-    """A rank that does not run the vision tower takes no part in the collectives of its weights."""
+@pytest.mark.parametrize(
+    ("kind", "finds_unused", "fewest", "is_balanced"),
+    [
+        ("FSDP", True, 0, False),
+        ("FSDP", True, 1, True),
+        ("MULTI_GPU", False, 0, False),
+        ("MULTI_GPU", True, 0, True),
+    ],
+)
+def test_ranks_keep_trls_cut_if_a_row_has_no_image_and_all_must_run_the_vision_tower(
+    kind, finds_unused, fewest, is_balanced, tmp_path
+):
+    """A rank that does not run it takes no part in the collectives of its weights, or of their gradients."""
 
     def body(_: int) -> str | None:
         model, processor = VISION_MODELS["qwen3_vl"]()
         dataset = illustrated(fewest)
         trainer = make(tmp_path, model=model, processing_class=processor, dataset=dataset)
-        with mock.patch.object(trainer.accelerator.state, "distributed_type", "FSDP"):
+        trainer.args.ddp_find_unused_parameters = finds_unused
+        state = trainer.accelerator.state
+        with mock.patch.multiple(state, distributed_type=kind, num_processes=2):
             return reason_against(trainer)
 
     with forked(body, 1, tmp_path) as (one,):
         assert (one.result is None) == is_balanced
+
+
+def test_an_image_keeps_all_its_tiles():
+    """Idefics cuts a large image into tiles, and TRL pads each row to the most tiles of any row."""
+    tiles = torch.arange(2 * 5 * 3 * 4).float().view(2, 5, 3, 2, 2) + 1
+    mask = torch.ones(2, 5, 2, 2, dtype=torch.bool)
+    mask[1, 3:] = False
+    batch = {
+        "prompt_ids": torch.ones(2, 4, dtype=torch.int64),
+        "num_images": [1, 1],
+        "pixel_values": tiles * mask[:, :, None],
+        "pixel_attention_mask": mask,
+    }
+    is_token = torch.ones(2, 4, dtype=torch.bool)
+    rows = cut_images(batch, is_token)
+    assert [row["pixel_values"].shape[1] for row in rows] == [5, 3]
+    joined = join_images(rows, is_token)
+    for name in ("pixel_values", "pixel_attention_mask"):
+        assert torch.equal(joined[name], batch[name])
 
 
 def test_a_record_holds_any_fields():

@@ -130,12 +130,9 @@ def an_unfrozen_norm() -> PeftModel:
 
 
 def with_experts() -> PeftModel:
-    """On a GPU vLLM serves it."""
-    model = get_peft_model(
+    return get_peft_model(
         built_here(ARCHITECTURES["qwen3_moe"]), LoraConfig(r=4, target_modules=["q_proj"])
     )
-    assert adapter_obstacle(model.get_base_model(), torch.bfloat16, on_gpu=True) is None
-    return model
 
 
 def adapter_obstacle(*args, **kwargs) -> str | None:
@@ -156,7 +153,7 @@ def adapter_obstacle(*args, **kwargs) -> str | None:
         (lambda: adapted(targets=["q_proj", "embed_tokens"]), "embed_tokens"),
         (lambda: adapted(targets=["q_proj"], use_dora=True), "q_proj is DoRA's"),
         (lambda: adapted(targets=["q_proj"], r=520), "520.*512"),
-        (with_experts, "a model with experts need Triton"),
+        (with_experts, "it has experts"),
     ],
 )
 def test_which_adapters_vllm_serves_and_why_not(make, reason):

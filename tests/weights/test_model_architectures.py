@@ -257,7 +257,7 @@ def test_a_layer_that_does_not_get_all_its_weights_is_named(running):
 
 @pytest.mark.parametrize("name", map(case, ARCHITECTURES))
 def test_log_probs_agree_with_an_adapter(name, tmp_path, record_property):
-    """Served beside the weights where vLLM can, merged into them where it cannot: experts need Triton for adapters."""
+    """Served beside the weights where vLLM can, merged into them where it cannot, as beside experts."""
     known, found = ARCHITECTURES[name], model_for(name, engine=True)
     config = LoraConfig(r=RANK, lora_alpha=8, target_modules=rf".*{known.adapted}")
     base = get_peft_model(found.model, config).get_base_model()

@@ -16,7 +16,7 @@ import torch
 from transformers import Trainer
 from trl import GRPOTrainer
 
-from ..images import every_row_has_images
+from ..images import every_row_has_images, may_skip_vision_tower
 from ..node_settings import NodeSettings
 from ..run.reporter import report
 from .layouts import Compact, Row, join_rows
@@ -59,9 +59,9 @@ def reason_against(trainer: GRPOTrainer) -> str | None:
         "the entropy bonus is a mean over the tokens of a micro-batch": trainer._entropy_bonus_enabled,
         "top_entropy_quantile is taken over a micro-batch": trainer.top_entropy_quantile < 1.0,
         "the router's auxiliary loss is taken over a micro-batch": trainer.aux_loss_enabled,
-        "not every row has an image, and with DeepSpeed or FSDP ranks must run the vision tower together": (
+        "not every row has an image, and ranks must run the vision tower together": (
             trainer._is_vlm
-            and trainer.accelerator.distributed_type in ("DEEPSPEED", "FSDP")
+            and not may_skip_vision_tower(trainer.args, trainer.accelerator)
             and not every_row_has_images(trainer.train_dataset)
         ),
         f"{type(trainer.model).__name__} has no rotary positions, so they may be absolute": not rotary,

@@ -47,7 +47,9 @@ def cut_images(inputs: Mapping[str, Any], is_token: torch.Tensor) -> list[dict[s
             elif name in TYPE_IDS:
                 part = part[of_row]
             elif isinstance(values, torch.Tensor):
-                part = part[None, : fields["num_images"][index]]
+                # an image has several tiles, and padding is empty
+                tiles = inputs["pixel_attention_mask"][index].flatten(1).any(1).sum()
+                part = part[None, :tiles]
             row[name] = part
         rows.append(row)
     return rows

@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
 
 from ..libraries import installed, replaced
@@ -21,6 +19,7 @@ try:
 except ImportError:  # vLLM 0.26 and 0.27 have one set for loading and for the meta device
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS as SKIP_LOAD_TENSORS
 
+ROUTING_BIAS = "e_score_correction_bias"
 Storage = int  # address of a storage: views share it, on the meta device too
 
 
@@ -109,8 +108,8 @@ class DirectWrites(TorchDispatchMode):
         complete (`bool`):
             Set it at the end of a reload in which all layers got their weights.
         missing (`dict[int, str]`):
-            Names of the parameters that vLLM leaves out of its reload, and that nothing was written to, by storage.
-            The routing bias of experts (`e_score_correction_bias`) is one.
+            Names of the routing biases of experts that nothing was written to, by storage. vLLM leaves them out of its
+            reload.
     """
 
     def __init__(self, model: torch.nn.Module, before: "DirectWrites | None" = None):
@@ -123,11 +122,12 @@ class DirectWrites(TorchDispatchMode):
         self._owners: dict[Storage, tuple[torch.nn.Module, str]] = {}
         self._in_loader = False
         for path, layer in model.named_modules() if self._watches else ():
-            for name, parameter in layer.named_parameters(recurse=False):
-                if name in SKIP_LOAD_TENSORS:
-                    self.missing.setdefault(storage_of(parameter), f"{path}.{name}")
-                else:
-                    self._owners.setdefault(storage_of(parameter), (layer, name))
+            tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+            for name, tensor in tensors:
+                if name == ROUTING_BIAS:
+                    self.missing.setdefault(storage_of(tensor), f"{path}.{name}")
+                elif name not in SKIP_LOAD_TENSORS:
+                    self._owners.setdefault(storage_of(tensor), (layer, name))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -205,13 +205,7 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
 
     Loaders that look a parameter up by its name, such as that of Granite 4, do not find it below an adapter.
     """
-    wrapped = [
-        (parent, name, layer)
-        for parent in model.modules()
-        for name, layer in parent.named_children()
-        if isinstance(layer, BaseLayerWithLoRA)
-        and isinstance(layer.base_layer, LinearBase | VocabParallelEmbedding)
-    ]
+    wrapped = layers_with_adapters(model)
     for parent, name, layer in wrapped:
         setattr(parent, name, layer.base_layer)
     try:
@@ -219,6 +213,20 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for parent, name, layer in wrapped:
             setattr(parent, name, layer)
+
+
+# vLLM wraps layers when it builds the model; looking through all of them takes milliseconds, for each bucket
+@lru_cache(maxsize=1)
+def layers_with_adapters(
+    model: torch.nn.Module,
+) -> list[tuple[torch.nn.Module, str, BaseLayerWithLoRA]]:
+    """Return the layers that vLLM has wrapped, each with its parent and its name there."""
+    return [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, BaseLayerWithLoRA)
+    ]
 
 
 # ---- one bucket -----------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def parts_of_fused(model: nn.Module, names: Iterable[str]) -> dict[str, Parts]:
     renamings = [one for one in reversed_ if not hasattr(one, "operations")]
     splits = [one for one in reversed_ if is_split(one)]
     found = {}
-    for name in names:
+    for name in sorted(names):
         for split in splits:
             first, matched = split.rename_source_key(without_wrappers(name))
             if matched is None:
@@ -70,6 +70,7 @@ def parts_of_fused(model: nn.Module, names: Iterable[str]) -> dict[str, Parts]:
             parts = [renamed(first.replace(targets[0], target), renamings) for target in targets]
             dims = [cut.dim for cut in split.operations if type(cut).__name__ == "Chunk"]
             found[name] = Parts(tuple(parts), *dims)
+            break
     return found
 
 
@@ -79,7 +80,7 @@ def reversals(model: nn.Module) -> list[Any]:
     if conversions is not None:
         # Under ZeRO-3 transformers also records those that did not apply to this checkpoint
         conversions = [one for one in conversions if one.was_used()]
-    elif hasattr(model, "save_pretrained"):
+    elif hasattr(model, "base_model_prefix"):
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         conversions = get_model_conversion_mapping(model, add_legacy=False)

@@ -188,8 +188,8 @@ def adapter_obstacles(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> Ite
         yield f"its rank is {rank}, and vLLM serves {LARGEST_RANK} at most"
     if on_gpu and dtype == torch.float32:
         yield "vLLM's LoRA kernels on a GPU take bfloat16 and float16 only, and the engine's dtype is float32"
-    if not on_gpu and getattr(model.config.get_text_config(), "num_experts_per_tok", None):
-        yield "vLLM's adapters of a model with experts need Triton, which its CPU build does not have"
+    if getattr(model.config.get_text_config(), "num_experts_per_tok", None):
+        yield "it has experts, and vLLM's loaders do not find all of them below its adapters"
 
 
 def _layer_obstacles(name: str, layer: Any, is_head: bool, adapter: str) -> Iterator[str]:
