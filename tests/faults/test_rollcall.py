@@ -66,7 +66,10 @@ def meet(place: Place, *hellos: Hello) -> list[Verdict]:
 
     async def all_of_them() -> list[Verdict]:
         first = asyncio.create_task(call(place, hellos[0]))
-        await until_held(place)
+        # a node whose roll-call has failed listens no more
+        held = asyncio.create_task(until_held(place))
+        await asyncio.wait({first, held}, return_when=asyncio.FIRST_COMPLETED)
+        held.cancel()
         return await asyncio.gather(first, *(call(place, hello) for hello in hellos[1:]))
 
     return asyncio.run(all_of_them())
