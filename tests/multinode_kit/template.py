@@ -92,7 +92,9 @@ class Template:
         if pid == 0:
             run_to_the_end(lambda: PROGRAMS[request["program"]](request, log, self._inherited))
         os.close(log)
-        connection.send(str(pid).encode())
+        # the process that sent the request was killed
+        with contextlib.suppress(BrokenPipeError):
+            connection.send(str(pid).encode())
         pidfd = open_end(pid)
         self._running[pidfd] = pid, connection
         self._selector.register(pidfd, selectors.EVENT_READ)
