@@ -1,6 +1,6 @@
 """Images of the rows of balanced micro-batches: cut from TRL's batches, and joined again.
 
-Of the rows of a step some may have images and some not, and the parts of a row's images have any size.
+Some rows of a step may have images and others none, and the parts of a row's images have any size.
 """
 
 from collections.abc import Mapping, Sequence

@@ -102,7 +102,7 @@ class DirectWrites(TorchDispatchMode):
         model (`torch.nn.Module`):
             vLLM's model, in a reload.
         before (`DirectWrites`, *optional*):
-            Those of the previous reload.
+            Watch of the previous reload.
 
     Attributes:
         complete (`bool`):
@@ -247,9 +247,9 @@ def load_tensors(
         tensors (`Iterable[tuple[str, torch.Tensor]]`):
             Names in the checkpoint, and whole tensors.
         parts (`Mapping[str, Parts]`):
-            What [`parts_to_load`] has found.
+            Fused tensors to cut, from [`parts_to_load`].
         writes (`DirectWrites`):
-            Those of this reload.
+            Watch of this reload.
 
     Raises:
         `RuntimeError`: if the loader does not know a tensor; the message names it, the model and the versions.

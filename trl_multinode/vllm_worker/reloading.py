@@ -37,10 +37,10 @@ def begin_reload(
         model (`torch.nn.Module`), device (`torch.device`):
             vLLM's model, and the worker's device.
         before (`DirectWrites`, *optional*):
-            What the previous reload returned.
+            Watch of the previous reload, which this function returned.
 
     Returns:
-        `DirectWrites`: what [`load_tensors`] and [`end_reload`] need.
+        `DirectWrites`: watch of this reload, for [`load_tensors`] and [`end_reload`].
     """
     if device.type == "cpu":
         forget_packed_experts(model)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError, WeightSyncError
+from ..model_layers import experts_of
 from ..transports.pieces import Pieces
 from ..wire.messages import ADAPTER_TENSORS
 from .buckets import Bucket, WeightMeta
@@ -188,7 +189,7 @@ def adapter_obstacles(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> Ite
         yield f"its rank is {rank}, and vLLM serves {LARGEST_RANK} at most"
     if on_gpu and dtype == torch.float32:
         yield "vLLM's LoRA kernels on a GPU take bfloat16 and float16 only, and the engine's dtype is float32"
-    if getattr(model.config.get_text_config(), "num_experts_per_tok", None):
+    if any(experts_of(model.config.get_text_config())):
         yield "it has experts, and vLLM's loaders do not find all of them below its adapters"
 
 
