@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -353,7 +354,9 @@ def built_here(known: Architecture, seed: int = 0) -> PreTrainedModel:
             model.get_output_embeddings().weight.mul_(1.25)
     torch.random.set_rng_state(state)
     with tempfile.TemporaryDirectory() as folder:
-        model.to(known.dtype).save_pretrained(folder)
+        # each rank has a folder of its own, and transformers would write on rank 0 alone
+        with mock.patch.object(model, "should_save_on_this_rank", return_value=True):
+            model.to(known.dtype).save_pretrained(folder)
         return (
             type(model)
             .from_pretrained(folder, dtype=known.dtype, attn_implementation="eager")
