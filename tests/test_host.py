@@ -195,7 +195,7 @@ def test_an_engine_has_room_for_the_open_rounds_but_not_for_more_than_vllm_can_r
         max_staleness=3,
         engine_kwargs={},
         vllm_tensor_parallel_size=1,
-        remote_engines=None,
+        min_engines=None,
     )
     rows = [
         EngineSettings(open_rounds, NODE_1, ONE_RESERVED, None, {"max_num_seqs": n}).max_num_seqs

@@ -136,9 +136,9 @@ def check_settings(args: Any) -> None:
             got=settings.save_minutes,
             cure="Set it, or use `save_steps`.",
         )
-    if settings.remote_engines is not None and settings.weight_transport in ("ipc", "nccl"):
+    if settings.min_engines is not None and settings.weight_transport in ("ipc", "nccl"):
         raise ConfigurationError(
-            f"`remote_engines` needs the weights in host memory, from which agents pull them, and `weight_transport` "
+            f"`min_engines` needs the weights in host memory, from which agents pull them, and `weight_transport` "
             f"is {settings.weight_transport!r}.",
             setting="weight_transport",
             got=settings.weight_transport,

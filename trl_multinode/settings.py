@@ -111,13 +111,13 @@ class Settings:
         "nodes, which needs a secret (docs/operate/security.md): token ids and images of its prompts and completions "
         "then cross the network, not encrypted.",
     )
-    remote_engines: Annotated[int | None, Number(least=0, most=4096), "no engines of agents"] = (
+    min_engines: Annotated[int | None, Number(least=0, most=4096), "no engines of agents"] = (
         setting(
             None,
-            "Engines of agents (`trl-multinode engines --join`) that must serve before the first round; more may join "
-            "at any time. Each node opens a port for them, which needs a secret; token ids and images of prompts and "
-            "completions, config, tokenizer and weights then cross the network, not encrypted. See "
-            "docs/operate/beyond.md.",
+            "Engines, those of the nodes included, that must serve before each round. If it is set, engines of agents "
+            "(`trl-multinode engines --join`) may join and leave while the run trains. Each node opens a port for "
+            "them, which needs a secret; token ids and images of prompts and completions, config, tokenizer and "
+            "weights then cross the network, not encrypted. See docs/operate/beyond.md.",
         )
     )
     engine_kwargs: dict[str, Any] | str | None = setting(

@@ -124,7 +124,7 @@ CHECKED: dict[str, list[Row]] = {
         Row("vllm_mode", ["--vllm_mode", "nodes"]),
         Row(
             "weight_transport",
-            ["--remote_engines", "1", "--weight_transport", "nccl"],
+            ["--min_engines", "1", "--weight_transport", "nccl"],
             environ={"TRL_MULTINODE_SECRET": "secret of these tests"},
         ),
     ],

@@ -44,5 +44,5 @@ def notice_at(address: tuple[str, int]) -> Notice | None:
             replace(port, host=address[0]) if port.host == EVERY_HOST else port
             for port in notice.ports
         ]
-        return Notice(notice.run, ports)
+        return msgspec.structs.replace(notice, ports=ports)
     return None

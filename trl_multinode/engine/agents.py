@@ -28,11 +28,21 @@ KEYWORDS = ("max_num_seqs", "max_model_length", "model_impl", "trust_remote_code
 T = TypeVar("T")
 
 
+class Measure(msgspec.Struct, frozen=True):
+    """Use of a run's engines in the last interval of its log."""
+
+    step: int  # optimizer steps done at the end of the interval
+    engines: int  # that serve, those of the training nodes included
+    filled: float  # share of the slots of all engines in which rows ran, 0 to 1
+    waiting: float  # share of the time in which the training ranks waited for completions, 0 to 1
+
+
 class Notice(msgspec.Struct, frozen=True):
     """Value of `POOL_KEY`, in JSON."""
 
     run: str  # name of the run
     ports: list[PortAddress]  # of all training nodes, in their order
+    measure: Measure | None = None  # `None` before the first interval has ended
 
 
 class Join(msgspec.Struct, frozen=True):

@@ -99,14 +99,14 @@ class EngineSettings:
             return self.topology.world_size
         without = sum(node.ranks for node in self.topology.nodes if not node.engines)
         every = sum(node.engines for node in self.topology.nodes)
-        if self.settings.remote_engines is not None:  # their ranks use the engines of agents
+        if self.settings.min_engines is not None:  # their ranks use the engines of agents
             without = 0
         return self.topology.local_world_size + -(-without * self._engines // every)
 
     @property
     def window(self) -> int:
         """Rows that one rank keeps in flight per engine if there are several; one engine gets all rows at once."""
-        if self._engines == 1 and self.settings.remote_engines is None:
+        if self._engines == 1 and self.settings.min_engines is None:
             return sys.maxsize
         return max(2, int(self.max_num_seqs * WINDOW_SHARE) // self._ranks)
 

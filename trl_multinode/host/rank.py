@@ -79,10 +79,10 @@ class RankContext:
             check_engines(self.topology, self._num_gpus)
         elif self.topology.world_size == 1:
             raise ConfigurationError(
-                "`remote_engines` needs the store of a launch, in which agents find the run, and a launch of one "
+                "`min_engines` needs the store of a launch, in which agents find the run, and a launch of one "
                 "process has none.",
-                setting="remote_engines",
-                got=self.settings.remote_engines,
+                setting="min_engines",
+                got=self.settings.min_engines,
                 cure="Train with two processes or more, or leave it out.",
             )
         if self.opens_port:
@@ -112,7 +112,7 @@ class RankContext:
     @property
     def has_agents(self) -> bool:
         """Return whether engines of agents may join, which pull the weights from the slots of all nodes."""
-        return self.settings.remote_engines is not None
+        return self.settings.min_engines is not None
 
     @property
     def opens_port(self) -> bool:

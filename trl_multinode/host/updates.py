@@ -196,7 +196,7 @@ class Updates:
         if self._rank.has_agents and not transport.staged:
             raise WeightSyncError(
                 f"{self._rank.topology}: agents pull the weights from a slot for each bucket, and a node has no room "
-                f"for them{f': {reason}' if reason else ''}. Give it more shared memory, or leave `remote_engines` "
+                f"for them{f': {reason}' if reason else ''}. Give it more shared memory, or leave `min_engines` "
                 "out."
             )
         if reason is not None:
@@ -259,8 +259,8 @@ class Updates:
         return bool(places)
 
     def _wait_for_agents(self, engines: NodeEngines) -> None:
-        """Wait until `remote_engines` of agents serve; report every 15 s how many do. Only the watch ends the wait."""
-        wanted = self._rank.settings.remote_engines or 0
+        """Wait until `min_engines` of agents serve; report every 15 s how many do. Only the watch ends the wait."""
+        wanted = self._rank.settings.min_engines or 0
         reported = time.monotonic()
         while True:
             self.find_agents()

@@ -9,7 +9,7 @@ from .text import Parser, indices, matching, positive
 DEFAULT_PORT = 29500  # of `main_process_port`
 DESCRIPTION = """\
 Start engines on this node for a run on other nodes, and serve the runs at HOST:PORT, one after the other. HOST and
-PORT are `main_process_ip` and `main_process_port` of the run, which needs `remote_engines`. This process may start
+PORT are `main_process_ip` and `main_process_port` of the run, which needs `min_engines`. This process may start
 before the run. It ends with SIGTERM, Ctrl-C, or with its parent process unless `nohup` has started it. Both sides need
 the same secret (docs/operate/beyond.md)."""
 

@@ -55,7 +55,7 @@ def make_trainer(
     )
     if "ENGINES_OF_NODES" in os.environ:
         remote = os.environ.get("REMOTE_ENGINES")
-        args.remote_engines = int(remote) if remote else None
+        args.min_engines = int(remote) if remote else None
         args.num_engines = int(os.environ["ENGINES_OF_NODES"][int(os.environ["GROUP_RANK"])])
     return GRPOTrainer(
         model, reward, args, dataset.to_iterable_dataset() if iterable else dataset,

@@ -143,7 +143,7 @@ def secret_problems(launch: Launch) -> Iterator[Problem]:
     """Yield a problem if engines serve ranks of other nodes, and this node lacks the secret for that."""
     needed = launch.gpus_per_node
     shares = launch.visible is not None and min(launch.ranks) < needed <= max(launch.ranks)
-    if not shares and launch.script.values.get("remote_engines") is None:
+    if not shares and launch.script.values.get("min_engines") is None:
         return
     try:
         pool_secret()
@@ -160,7 +160,7 @@ def device_problems(launch: Launch) -> Iterator[Problem]:
     needed = launch.gpus_per_node
     if launch.started >= needed:
         # the engines of a node with fewer ranks, or of agents, serve this one too
-        if min(launch.ranks) >= needed and not launch.script.values.get("remote_engines"):
+        if min(launch.ranks) >= needed and not launch.script.values.get("min_engines"):
             yield _no_gpu_left(launch)
     else:
         yield _hidden_gpus(launch)

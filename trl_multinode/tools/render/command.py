@@ -221,7 +221,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "--engine_nodes": {
             "type": positive,
             "metavar": "N",
-            "help": "further pods that only generate, for a run with `remote_engines` (docs/operate/beyond.md)",
+            "help": "further pods that only generate, for a run with `min_engines` (docs/operate/beyond.md)",
         },
         "--restarts": {
             "type": int, "default": 0, "help": "restarts after a failure that is no pre-emption (default: 0)"
