@@ -46,25 +46,6 @@ def pass_steps(nodes: Nodes, count: int) -> None:
     nodes.wait_for(0, f"step {step + count}/", timeout_s=HANG_S)
 
 
-def test_rows_and_losses_are_those_of_a_run_with_engines_of_its_own(tmp_path):
-    own, joined = tmp_path / "own", tmp_path / "joined"
-    engine = {HOOK: FAKE}
-    with Nodes(2, RANKS, folder=own, env=engine | {"ENGINES_OF_NODES": "11"}, forked=True) as nodes:
-        nodes.launch(SCRIPTS / "story.py", str(own), "layout")
-        assert nodes.wait(timeout_s=HANG_S) == [0, 0], nodes.rank_log(0)[-3000:]
-    with Nodes(2, RANKS, folder=joined, env=engine | WITHOUT, forked=True) as nodes:
-        nodes.launch(SCRIPTS / "story.py", str(joined), "layout")
-        with running_agent(nodes, tmp_path / "agent", engine) as agent:
-            assert nodes.wait(timeout_s=HANG_S) == [0, 0], nodes.tails()
-            # it outlives the run, and waits for the next one
-            assert agent.poll() is None
-        assert agent.returncode == 0
-    found, expected = results(joined, "layout"), results(own, "layout")
-    assert [rank["rows"] for rank in found] == [rank["rows"] for rank in expected]
-    assert [rank["losses"] for rank in found] == [rank["losses"] for rank in expected]
-    assert len({tuple(ids) for rank in found for _, ids in rank["rows"]}) > 8
-
-
 @pytest.mark.nightly
 def test_an_agent_on_another_host_joins_a_run_of_one_node(tmp_path):
     """On namespaces as hosts. The launcher of a single node names the loopback as the address of node 0."""

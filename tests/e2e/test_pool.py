@@ -13,15 +13,16 @@ from test_agents_join import pass_steps
 from waiting import HANG_S, until
 
 from multinode_kit.agents import SECRET_OF_TESTS, running_agent
-from multinode_kit.engines import FAKE, TREE
+from multinode_kit.engines import FAKE, FORKED
 from multinode_kit.faults import HOOK, Faults
+from multinode_kit.forking import from_template
 from multinode_kit.nodes import Nodes
 
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 RANKS = [2, 1]
 OWN = {"ENGINES_OF_NODES": "11", **SECRET_OF_TESTS}
 POOL = {"ENGINES_OF_NODES": "00", "REMOTE_ENGINES": "2", **SECRET_OF_TESTS}
-SLOW = Faults().slow_tokens(0.005).environment(FAKE)
+SLOW = Faults().slow_tokens(0.005).engine(FAKE)
 # three ranks x 8 rows are 6 prompts a step
 JOB = {
     "prompts": 54,
@@ -36,20 +37,20 @@ IN_FLIGHT = JOB | {"name": "flight", "output": "flight"}
 EQUAL = ("loss", "reward", "reward_std", "grad_norm", "entropy", "completions/mean_length")
 
 
-def run_on_own_engines(folder: Path, job: dict, engine: dict[str, str]) -> list[dict]:
-    with Nodes(2, RANKS, folder=folder, env=engine | OWN, forked=True) as nodes:
+def run_on_own_engines(folder: Path, job: dict, engine: str) -> list[dict]:
+    with Nodes(2, RANKS, folder=folder, env={HOOK: engine} | OWN, forked=True) as nodes:
         in_flight_runs.start(nodes, job)
         in_flight_runs.end(nodes)
     return in_flight_runs.results(folder, job["name"], sum(RANKS))
 
 
-def run_on_a_pool(folder: Path, job: dict, engine: dict[str, str]) -> list[dict]:
+def run_on_a_pool(folder: Path, job: dict, engine: str) -> list[dict]:
     """Run a job on two of four agents: the first that serves leaves in order, the second one is killed.
 
     The run waits for the others, because it needs two engines.
     """
     with (
-        Nodes(2, RANKS, folder=folder, env=engine | POOL, forked=True) as nodes,
+        Nodes(2, RANKS, folder=folder, env={HOOK: engine} | POOL, forked=True) as nodes,
         ExitStack() as ends,
     ):
         in_flight_runs.start(nodes, job)
@@ -57,7 +58,9 @@ def run_on_a_pool(folder: Path, job: dict, engine: dict[str, str]) -> list[dict]
 
         def start() -> subprocess.Popen:
             name = folder / f"agent{len(agents)}"
-            agents.append(ends.enter_context(running_agent(nodes, name, engine)))
+            agents.append(
+                ends.enter_context(running_agent(nodes, name, {HOOK: from_template(engine)}))
+            )
             return agents[-1]
 
         def wait_until_served_by(count: int) -> list[str]:
@@ -80,6 +83,7 @@ def run_on_a_pool(folder: Path, job: dict, engine: dict[str, str]) -> list[dict]
         start()
         wait_until_served_by(4)
         in_flight_runs.end(nodes)
+        # they outlive the run, and wait for the next one
         assert [agent.poll() for agent in agents[2:]] == [None, None]
     return in_flight_runs.results(folder, job["name"], sum(RANKS))
 
@@ -108,7 +112,7 @@ def test_rows_rewards_and_losses_are_those_of_engines_that_never_changed(tmp_pat
 @pytest.mark.engine
 def test_they_are_also_with_vllm(tmp_path):
     """In float32, where a row does not depend on the others of its batch."""
-    job, engine = SYNCHRONOUS | {"max_completion_length": 256}, {HOOK: TREE}
+    job, engine = SYNCHRONOUS | {"max_completion_length": 256}, FORKED
     own = run_on_own_engines(tmp_path / "own", job, engine)
     check_equal(run_on_a_pool(tmp_path / "pool", job, engine), own)
 
