@@ -14,6 +14,12 @@ FAKE_SETTINGS: dict = {
     "learning_rate": 5e-3,
     "num_generations_eval": 4,
 }
+# seconds that the reward function waits in each round, as for a judge: vLLM starts beside the run, which on two cores
+# takes four minutes if the ranks never wait
+REWARD_WAITS_S: dict[str, float] = {"pool": 1.5, "pool-fake": 0.0}
+# share of the steps after which the first agent leaves; the run goes no further without the second one
+LEAVES_AFTER = 2 / 3
+JOINED = "joined"  # file in the run's folder, once the second agent serves
 MODES: dict[str, dict] = {  # added to the config of `train.py`
     "sync": {},
     "ahead-only": {"max_staleness": 1},

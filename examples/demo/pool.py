@@ -1,11 +1,11 @@
 """Agents of `make demo MODE=pool`: one from the start and one that joins during the run; then the first one leaves."""
 
-import signal
 import subprocess
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from modes import JOINED, LEAVES_AFTER
 from report import events_in
 
 from multinode_kit.agents import running_agent
@@ -13,15 +13,13 @@ from multinode_kit.launch_files import core_of_engines
 from multinode_kit.nodes import Nodes
 
 STARTS_AFTER = 1  # step; the second agent joins when its engine is ready
-LEAVES_AFTER = 2 / 3  # of the steps
+SHARED_STEPS = 3  # with the engines of both, at least
 NAMES = ("first", "second")
-# of an agent that has left; one without open rows, or of a version without a grace, ends by the signal
-LEFT = (0, 128 + signal.SIGTERM)
 LEAVE_LIMIT_S = 60.0  # the grace for open rows, 20 s, and the end of the engine
 
 
 class PoolError(RuntimeError):
-    """Agent that ended early or did not leave, or a run that ended before the second one had joined."""
+    """Agent that ended early or did not leave, or a run that ended before it could."""
 
 
 class Pool:
@@ -72,12 +70,16 @@ class Pool:
         """
         self._check()
         events, step = events_in(self._nodes.rank_log(0))
-        served = {event.agent for event in events if "serves" in event.text}
+        joined = {event.agent: event.step for event in events if "serves" in event.text}
         if len(self._agents) == 1:
             if step >= STARTS_AFTER:
                 print("[demo] a second agent starts, and will join", flush=True)
                 self._start()
-        elif len(served) == 2 and not self._leaves and step >= self._steps * LEAVES_AFTER:
+            return
+        if len(joined) < 2 or self._leaves:
+            return
+        (self._folder / JOINED).touch()
+        if step >= max(LEAVES_AFTER * self._steps, max(joined.values()) + SHARED_STEPS):
             print("[demo] the first agent gets SIGTERM, and leaves", flush=True)
             self._leaves = True
             self._agents[0].terminate()
@@ -85,8 +87,8 @@ class Pool:
     def _check(self) -> None:
         for number, agent in enumerate(self._agents):
             code = agent.poll()
-            may_end = self._leaves and number == 0 and code in LEFT
-            if code is not None and not may_end:
+            has_left = self._leaves and number == 0 and code == 0
+            if code is not None and not has_left:
                 raise PoolError(f"The {NAMES[number]} agent ended early, with code {code}.")
 
     def finish(self) -> None:
@@ -96,7 +98,7 @@ class Pool:
             `PoolError`: if not.
         """
         if not self._leaves:
-            raise PoolError("The run ended before the second agent had joined: take more --steps.")
+            raise PoolError("The run ended before the first agent could leave: take more --steps.")
         try:
             self._agents[0].wait(LEAVE_LIMIT_S)
         except subprocess.TimeoutExpired as error:

@@ -8,7 +8,6 @@ ten.
 
 import itertools
 import random
-import time
 
 import torch
 from datasets import Dataset
@@ -20,7 +19,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 SYMBOLS = "abcdefghij"
 NUM_NOISE = 3  # 10^4 possible prompts, so thousands remain for the held-out set
 ANSWER_LENGTH = 2
-WAIT_S = 1.5  # of `waiting_reward`
 PAD, EOS = "<pad>", "<eos>"
 EOS_ID = 1
 
@@ -43,12 +41,6 @@ def successor_reward(prompts: list[str], completions: list[str], **_) -> list[fl
         score(completion, answer(prompt))
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
-
-
-def waiting_reward(prompts: list[str], completions: list[str], **_) -> list[float]:
-    """Score completions like `successor_reward`, after a wait as for a judge, which leaves the cores to other work."""
-    time.sleep(WAIT_S)
-    return successor_reward(prompts, completions)
 
 
 def ended_reward(

@@ -11,10 +11,10 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from modes import MODES
+from modes import JOINED, LEAVES_AFTER, MODES, REWARD_WAITS_S
 from rows import RecordedStream
 from task import (
     ANSWER_LENGTH,
@@ -24,7 +24,6 @@ from task import (
     make_model,
     make_tokenizer,
     successor_reward,
-    waiting_reward,
 )
 from transformers import TrainerCallback
 
@@ -96,6 +95,20 @@ def shard_every_parameter(config: GRPOConfig) -> None:
     plugin = getattr(config, "deepspeed_plugin", None)
     if plugin is not None:
         plugin.hf_ds_config.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+
+
+def waiting_reward(options: argparse.Namespace) -> Callable[..., list[float]]:
+    """Return a reward function that waits in each round, and before the first agent leaves for the second one."""
+    joined = options.output_dir / JOINED
+
+    def reward(prompts, completions, trainer_state, **_) -> list[float]:
+        time.sleep(REWARD_WAITS_S[options.mode])
+        # `run.py` ends the wait if the agent ends, or the time is up
+        while trainer_state.global_step >= LEAVES_AFTER * options.steps and not joined.exists():
+            time.sleep(0.1)
+        return successor_reward(prompts, completions)
+
+    return reward
 
 
 class Trained:
@@ -193,9 +206,8 @@ def main() -> None:
     config = make_config(options)
     shard_every_parameter(config)
     reward = ended_reward if config.max_completion_length > ANSWER_LENGTH else successor_reward
-    if options.mode == "pool":
-        # vLLM starts beside the run: on two cores that takes four minutes if the ranks never wait
-        reward = waiting_reward
+    if options.mode in REWARD_WAITS_S:
+        reward = waiting_reward(options)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
