@@ -91,7 +91,9 @@ def read_rank(folder: Path, rank: int) -> RankRecord:
         Span(step["step"], line["phase"], line["seconds"])
         for line in read_lines(folder / "_multinode" / "phases" / f"rank{rank}.jsonl")
         for step in steps
-        if step["begin"] - 1e-3
+        # a mark of the timeline has no phase
+        if "phase" in line
+        and step["begin"] - 1e-3
         <= line["start"]
         <= step["end"]  # starts are rounded to a millisecond
     ]
