@@ -53,7 +53,9 @@ def read(folder: Path) -> dict:
         json.loads(line)
         for line in (folder / "_multinode/phases" / f"rank{RANK}.jsonl").read_text().splitlines()
     ]
-    syncs = [line for line in lines if line["phase"] == "sync"][FIRST_STEP : FIRST_STEP + NUM_STEPS]
+    syncs = [line for line in lines if line.get("phase") == "sync"][
+        FIRST_STEP : FIRST_STEP + NUM_STEPS
+    ]
     start, end = syncs[0]["start"], syncs[-1]["start"] + syncs[-1]["seconds"]
     rows = [
         json.loads(line)

@@ -2,27 +2,32 @@
 
 Each node is a real `accelerate launch` of `train.py` with the settings of `accelerate_configs/2node_cpu.yaml`: two
 ranks and a tiny model, or with `--mode real` one rank and SmolLM2-135M. `--mode fake` takes half a minute: the test
-kit's fake engine takes vLLM's place, and launchers and ranks are forks of one process. Both nodes end when one fails,
-when the time is up, and when this process is stopped.
+kit's fake engine takes vLLM's place, and launchers and ranks are forks of one process. With `--mode pool` the engines
+are those of two agents, of which one joins late and one leaves. Nodes and agents end when one fails, when the time is
+up, and when this process is stopped.
 """
 
 import argparse
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 import yaml
 from modes import DEMOS, REAL, Demo
+from pool import Pool, PoolError
 from report import Report
 from rich.console import Console
 
 from multinode_kit.nodes import Nodes
+from trl_multinode.wire.secret import SECRET
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -42,38 +47,54 @@ class DemoError(RuntimeError):
     """Failure of a node or of the model's script, or a timeout; the message holds the ends of the logs."""
 
 
-def launch(demo: Demo, folder: Path, arguments: list[str], timeout_s: float) -> None:
+def launch(demo: Demo, folder: Path, steps: int, arguments: list[str], timeout_s: float) -> None:
     """Run the demo's script on both nodes, and print a line of progress every 10 s.
 
     Raises:
-        `DemoError`: a node failed, or the time was up.
+        `DemoError`: a node or an agent failed, or the time was up.
     """
-    with Nodes(
-        NUM_NODES,
-        demo.num_ranks // NUM_NODES,
-        folder=folder,
-        env={"TOKENIZERS_PARALLELISM": "false"} | demo.environment,
-        accelerate=settings_of(REPOSITORY / "accelerate_configs" / "2node_cpu.yaml"),
-        forked=demo.forked,
-    ) as nodes:
+    environment = dict(demo.environment)
+    if demo.has_pool:
+        environment[SECRET] = secrets.token_hex(16)
+    with ExitStack() as running:
+        nodes = running.enter_context(nodes_of(demo, folder, environment))
         nodes.launch(
             HERE / demo.script, *arguments, env_of=cores_of if demo.own_cores else lambda node: {}
         )
         try:
+            pool = None
+            if demo.has_pool:
+                pool = running.enter_context(Pool(nodes, folder, steps, environment))
             codes = nodes.wait(
                 timeout_s,
                 grace_s=GRACE_S,
                 progress=lambda seconds: progress(nodes, folder, seconds),
+                meanwhile=pool.follow if pool else lambda: None,
             )
+            if pool is not None and not any(codes):
+                pool.finish()
         except TimeoutError as error:
             raise DemoError(
                 f"The demo did not end in time. {error}\n{engine_tails(folder)}"
             ) from error
+        except PoolError as error:
+            raise DemoError(f"{error}\n{engine_tails(folder)}") from error
         if any(codes):
             failed = [bool(code) for code in codes].index(True)
             raise DemoError(
                 f"Node {failed} failed.\n{causes(nodes, demo)}{nodes.tails()}\n{engine_tails(folder)}"
             )
+
+
+def nodes_of(demo: Demo, folder: Path, environment: dict[str, str]) -> Nodes:
+    return Nodes(
+        NUM_NODES,
+        demo.num_ranks // NUM_NODES,
+        folder=folder,
+        env={"TOKENIZERS_PARALLELISM": "false"} | environment,
+        accelerate=settings_of(REPOSITORY / "accelerate_configs" / "2node_cpu.yaml"),
+        forked=demo.forked,
+    )
 
 
 def settings_of(config: Path) -> dict:
@@ -107,8 +128,9 @@ def causes(nodes: Nodes, demo: Demo) -> str:
 
 
 def engine_tails(folder: Path) -> str:
-    """Return the ends of the engines' logs."""
+    """Return the ends of the logs of engines and agents."""
     logs = sorted((folder / "_multinode" / "logs").glob("node*/engine*.log"))
+    logs += sorted(folder.glob("agent*/*.log"))
     return "\n".join(f"--- end of {log}\n" + "\n".join(tail(log, TAIL_LINES)) for log in logs)
 
 
@@ -149,13 +171,29 @@ def verdict(demo: Demo, summary: dict, report: Report, synced: bool) -> tuple[bo
     )
 
 
+def pool_verdict(report: Report) -> tuple[bool, str]:
+    """Return whether two agents generated all rows, each prompt was trained once an epoch, and a line about it."""
+    rows, uneven = report.rows_of_agents(), report.unevenly_trained()
+    shares = ", ".join(f"{count} by agent {agent}" for agent, count in sorted(rows.items()))
+    line = f"{sum(rows.values())} completions: {shares}; "
+    if uneven:
+        return False, f"{line}NOT TRAINED ONCE in an epoch: {uneven[:5]}"
+    return len(rows) == 2, line + "every prompt was trained once in each epoch"
+
+
 def show(demo: Demo, folder: Path, wall_s: float, synced: bool) -> bool:
     """Write the report, print table and verdict; return whether the run has the expected result."""
     report = Report(folder, wall_s)
     summary = report.write()
-    Console(width=112).print(report.table())
+    console = Console(width=112)
+    for part in report.tables():
+        console.print(part)
     good, line = verdict(demo, summary, report, synced)
     print(f"[demo] {line}")
+    if demo.has_pool:
+        complete, line = pool_verdict(report)
+        good = good and complete
+        print(f"[demo] {line}")
     print(f"[demo] {wall_s / 60:.1f} minutes; {folder / 'summary.json'}, {folder / 'reward.png'}")
     return good
 
@@ -188,7 +226,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
     parser.add_argument(
-        "--steps", type=int, help="default: 80, in mode in-flight 120, agent 60, real 24, fake 30"
+        "--steps",
+        type=int,
+        help="default: 80, in mode in-flight 120, agent 60, real 24, fake and pool-fake 30",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -201,9 +241,12 @@ def parse_arguments() -> argparse.Namespace:
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="default: 900, in-flight and agent 1800, real 7200, fake 300",
+        help="default: 900, in-flight, agent and pool 1800, real 7200, fake and pool-fake 300",
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.no_sync and DEMOS[options.mode].has_pool:
+        parser.error("--no-sync is about engines of the nodes, which this mode has not")
+    return options
 
 
 def main() -> int:
@@ -212,7 +255,8 @@ def main() -> int:
     announce(demo)
     shutil.rmtree(options.output_dir, ignore_errors=True)
     options.output_dir.mkdir(parents=True)
-    arguments = [f"--output_dir={options.output_dir}", f"--steps={options.steps or demo.steps}"]
+    steps = options.steps or demo.steps
+    arguments = [f"--output_dir={options.output_dir}", f"--steps={steps}"]
     arguments += [f"--seed={options.seed}", f"--mode={options.mode}"] + [
         "--no-sync"
     ] * options.no_sync
@@ -222,7 +266,7 @@ def main() -> int:
     try:
         if demo.model:
             save_model(demo.model, options.output_dir)
-        launch(demo, options.output_dir, arguments, options.timeout or demo.timeout_s)
+        launch(demo, options.output_dir, steps, arguments, options.timeout or demo.timeout_s)
     except DemoError as error:
         print(f"[demo] {error}", file=sys.stderr)
         return 1

@@ -10,10 +10,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from modes import MODES
+from modes import JOINED, LEAVES_AFTER, MODES, REWARD_WAITS_S
 from rows import RecordedStream
 from task import (
     ANSWER_LENGTH,
@@ -96,10 +97,50 @@ def shard_every_parameter(config: GRPOConfig) -> None:
         plugin.hf_ds_config.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
 
 
+def waiting_reward(options: argparse.Namespace) -> Callable[..., list[float]]:
+    """Return a reward function that waits in each round, and before the first agent leaves for the second one."""
+    joined = options.output_dir / JOINED
+
+    def reward(prompts, completions, trainer_state, **_) -> list[float]:
+        time.sleep(REWARD_WAITS_S[options.mode])
+        # `run.py` ends the wait if the agent ends, or the time is up
+        while trainer_state.global_step >= LEAVES_AFTER * options.steps and not joined.exists():
+            time.sleep(0.1)
+        return successor_reward(prompts, completions)
+
+    return reward
+
+
+class Trained:
+    """Prompts of the rounds of one rank, and the agents whose engines completed them. Only with `max_staleness=0`."""
+
+    def __init__(self, trainer: GRPOTrainer):
+        self._generation = trainer.vllm_generation
+        self._prompts: list[str] = []
+        (self._reward,) = trainer.reward_funcs
+        trainer.reward_funcs[0] = self
+
+    @property
+    def __name__(self) -> str:
+        return self._reward.__name__
+
+    def __call__(self, prompts: list[str], **columns) -> list[float]:
+        self._prompts = prompts
+        return self._reward(prompts=prompts, **columns)
+
+    def last_round(self) -> dict:
+        """Return the rows of each agent by its number, and the completions of each prompt."""
+        engines = self._generation.engines
+        agents = Counter(engines[row.engine].place.node for row in self._generation.rows)
+        return {"agents": agents, "prompts": Counter(self._prompts)}
+
+
 class Recorder(TrainerCallback):
     """Callback that writes the input of `report.py`: times of each step on every rank, and the logs of rank 0."""
 
-    def __init__(self, folder: Path, rank: int):
+    def __init__(self, folder: Path, trainer: GRPOTrainer):
+        rank = trainer.accelerator.process_index
+        self._trained_on = Trained(trainer) if trainer.host.settings.min_engines else None
         (folder / "steps").mkdir(parents=True, exist_ok=True)
         self._steps = open(folder / "steps" / f"rank{rank}.jsonl", "w", buffering=1)
         self._history = open(folder / "history.jsonl", "w", buffering=1) if rank == 0 else None
@@ -110,6 +151,8 @@ class Recorder(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         line = {"step": state.global_step, "begin": self._begin, "end": time.time()}
+        if self._trained_on is not None:
+            line |= self._trained_on.last_round()
         self._steps.write(json.dumps(line) + "\n")
 
     def on_log(self, args, state, control, logs=None, **_):
@@ -120,18 +163,21 @@ class Recorder(TrainerCallback):
 def write_run(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
     """Write the figures that only the running trainer has. Rank 0 calls it after the last step."""
     topology, devices = trainer.host.topology, trainer.host.devices
+    engines = trainer.vllm_generation.engines
+    num_engines = topology.num_nodes * len(devices.per_engine)
+    num_engines += sum(engine.place.is_of_agent for engine in engines)
     training_gpus = 0 if trainer.args.use_cpu else topology.world_size
     whole = [getattr(parameter, "ds_persist", True) for parameter in trainer.model.parameters()]
     run = {
         "nodes": topology.num_nodes,
         "ranks": topology.world_size,
-        "engines": topology.num_nodes * len(devices.per_engine),
+        "engines": num_engines,
         "devices": training_gpus + topology.num_nodes * sum(map(len, devices.per_engine)),
-        "engine": "fake"
-        if trainer.vllm_generation.engines[0].ready.model_runner == "fake"
-        else "vLLM",
+        "engine": "fake" if engines[0].ready.model_runner == "fake" else "vLLM",
         "steps": trainer.state.global_step,
         "rows_per_step": trainer.args.generation_batch_size,
+        "train_rows": len(trainer.train_dataset) * trainer.num_generations,
+        "num_generations": trainer.num_generations,
         "weight_versions": trainer.vllm_generation.version.update,
         "best_constant": best_constant,
         "sharded_parameters": [whole.count(False), len(whole)],  # sharded, total
@@ -140,7 +186,7 @@ def write_run(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
 
 
 def train_and_record(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
-    trainer.add_callback(Recorder(folder, trainer.accelerator.process_index))
+    trainer.add_callback(Recorder(folder, trainer))
     if (rounds := trainer.vllm_generation.rounds) is not None:
         path = folder / "rows" / f"rank{trainer.accelerator.process_index}.jsonl"
         rounds.groups._stream = RecordedStream(rounds.groups._stream, path)
@@ -159,10 +205,12 @@ def main() -> None:
     model = make_model(options.seed)
     config = make_config(options)
     shard_every_parameter(config)
-    ends = config.max_completion_length > ANSWER_LENGTH
+    reward = ended_reward if config.max_completion_length > ANSWER_LENGTH else successor_reward
+    if options.mode in REWARD_WAITS_S:
+        reward = waiting_reward(options)
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=ended_reward if ends else successor_reward,
+        reward_funcs=reward,
         args=config,
         train_dataset=train_set,
         eval_dataset=held_out,

@@ -32,7 +32,7 @@ def running_agent(
         folder (`Path`):
             Folder of its logs.
         env (`Mapping[str, str]`):
-            Variables of its engines, as for `Nodes`.
+            Variables of the agent and its engines, as for `Nodes`.
         host (`int`, *optional*):
             Namespace in which it runs. Default: none.
     """
@@ -59,4 +59,9 @@ def running_agent(
         yield agent
     finally:
         agent.terminate()
-        agent.wait(LIMIT_S)
+        try:
+            agent.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            agent.kill()
+            agent.wait()
+            raise

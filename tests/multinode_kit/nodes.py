@@ -193,6 +193,7 @@ class Nodes(LaunchedNodes):
         *,
         grace_s: float | None = None,
         progress: Progress | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> list[int | None]:
         """
         Wait until all launchers have ended, and print a line of progress every 10 s.
@@ -204,6 +205,8 @@ class Nodes(LaunchedNodes):
                 Seconds to wait for the other launchers when one has failed. Default: no limit of their own.
             progress (`Progress`, *optional*):
                 Function that returns the line of progress, given the seconds so far. Default: rank 0's last line.
+            meanwhile (`Callable[[], None]`, *optional*):
+                Function that is called several times a second; its errors end the wait.
 
         Returns:
             `list[int | None]`: the launchers' exit codes by node; minus the signal number for a launcher that was
@@ -219,6 +222,7 @@ class Nodes(LaunchedNodes):
 
         def over() -> bool:
             nonlocal deadline
+            meanwhile()
             if grace_s is not None and any(launcher.poll() for launcher in self._launchers):
                 deadline = min(deadline, time.monotonic() + grace_s)
             return not self._running_nodes() or time.monotonic() > deadline

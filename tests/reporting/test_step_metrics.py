@@ -308,6 +308,14 @@ def test_the_advice_has_the_tail_that_the_engines_measured(capsys, in_flight):
         assert "10.0 of 20.0 s" in said and "10 %" in said
 
 
+def test_a_run_whose_engines_are_those_of_agents_has_no_advice(capsys):
+    one = report(OneRank(), min_engines=1)
+    one.host.topology = topology_on([NodeShape(2, 0, 0)] * 2)
+    for one.host.at in (4, 5):
+        one.metrics(SyncTimings(), 0)
+    assert "Split" not in capsys.readouterr().out
+
+
 @pytest.mark.nightly
 def test_a_sync_through_host_memory_crosses_the_bus_once_out_and_once_into_every_worker():
     sync = SyncTimings(num_bytes=2**20)

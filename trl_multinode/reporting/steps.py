@@ -157,8 +157,9 @@ class StepReport:
         if host.step() < ADVICE_AT_STEP or host.devices.shared_with_training:
             return
         rows, self._intervals = self._intervals, None
-        # one split is no advice for nodes that differ
-        if host.topology.rank == 0 and len(set(host.topology.nodes)) == 1:
+        # one split is no advice for nodes that differ, or beside the engines of agents
+        is_alike = len(set(host.topology.nodes)) == 1 and host.settings.min_engines is None
+        if host.topology.rank == 0 and is_alike:
             times = merged(rows, fmean)
             shape, count = host.topology.nodes[0], host.topology.num_nodes
             staleness = host.settings.max_staleness
