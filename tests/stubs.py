@@ -73,8 +73,8 @@ class StubHost:
     def engines_to_restore(self):
         return []
 
-    def find_agents(self):
-        return False
+    def wait_for_engines(self):
+        pass
 
     def meet(self, lost=()):
         self.align()

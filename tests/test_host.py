@@ -86,7 +86,7 @@ def test_after_close_nothing_large_is_held():
     rank = SimpleNamespace(watch=watch, topology="node 0, rank 0")
     updates, large = Updates.__new__(Updates), Large()
     updates._rank, updates._fleet = rank, SimpleNamespace(close=lambda engines: None)
-    updates._remote = SimpleNamespace(close=lambda: closed.append("port"))
+    updates.remote = SimpleNamespace(close=lambda: closed.append("port"))
     updates.engines = SimpleNamespace(close=lambda: closed.append("engines"))
     updates.ahead_engines, updates.model, updates._sync = None, large, large
     closing = Closing(rank, SimpleNamespace(end=lambda: None), updates)

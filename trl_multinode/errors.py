@@ -6,6 +6,7 @@
     │   ├── EngineStartError                   did not start, or was not ready in time
     │   ├── EngineDiedError                    a process of the engine ended
     │   ├── EngineStalledError                 no token for `engine_stall_timeout` seconds while it had work
+    │   ├── EngineLeavingError                 it takes no new rows; handled inside, another engine gets them
     │   ├── EngineRefusedError                 a request that the engine cannot serve
     │   └── PromptTooLongError (also ValueError)
     ├── WeightSyncError                        an update failed; the engine must not serve
@@ -80,6 +81,10 @@ class EngineDiedError(EngineError):
 
 class EngineStalledError(EngineError):
     """The engine is alive but generated no token for `engine_stall_timeout` seconds while it had work."""
+
+
+class EngineLeavingError(EngineError):
+    """The engine leaves the run and takes no new rows; the rank sends them to another one."""
 
 
 class EngineRefusedError(EngineError):

@@ -58,9 +58,14 @@ class Run:
     left: list[int] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
-    def forget(self, number: int) -> None:
-        del self.serving[number]
-        self.left.append(number)
+    def changed(self, number: int, serve: Serve | None, text: str) -> None:
+        self.lines.append(f"{number} {text}")
+        if serve is not None:
+            self.serving[number] = serve
+            return
+        self.serving.pop(number, None)
+        if text == "has left":
+            self.left.append(number)
 
     def agent(self) -> int:
         """Wait for an agent that serves, and return its number."""
@@ -96,8 +101,7 @@ def run_of(
     service = Agents(
         start,
         NODES,
-        lambda number, serve: run.serving.__setitem__(number, serve),
-        lambda number: run.forget(number),
+        lambda number, serve, text: run.changed(number, serve, text),
         limit_s,
     )
     port = Port("127.0.0.1", 0, pool, {AGENTS: service}, lambda line: run.lines.append(line))

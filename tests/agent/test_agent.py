@@ -145,14 +145,21 @@ def places(monkeypatch):
         yield Path(folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_the_agent_and_its_engines(store, tmp_path, places, number):
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 0),
+        (signal.SIGINT, 128 + signal.SIGINT),
+        (signal.SIGHUP, 128 + signal.SIGHUP),
+    ],
+)
+def test_a_signal_ends_the_agent_and_its_engines(store, tmp_path, places, number, code):
     with run_of(store, tmp_path) as run, agent_of(store.port, tmp_path / "agent") as agent:
         member = run.agent()
         pid = engine_pid(run, member, tmp_path / "load")
         assert list(places.iterdir())
         os.kill(agent.process.pid, number)
-        assert agent.wait() == 128 + number
+        assert agent.wait() == code
         until(lambda: run.left == [member])
     assert not is_running(pid) and not list(places.iterdir())
 

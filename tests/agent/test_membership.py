@@ -77,7 +77,7 @@ def test_an_engine_takes_the_rows_of_all_ranks_whatever_its_tensor_parallelism(s
 
 
 def test_an_agent_keeps_its_number_if_no_other_one_has_it(start):
-    service = Agents(start, NODES, print, print, 1.0)
+    service = Agents(start, NODES, print, 1.0)
     assert [service._number_for(wanted) for wanted in (0, 1, 2, 7)] == [2, 2, 2, 7]
     service._taken |= {2, 3, 7}
     assert [service._number_for(wanted) for wanted in (0, 2, 7, 8)] == [4, 4, 4, 8]

@@ -10,13 +10,13 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch.distributed import HashStore
 
-from ..engine.agents import Notice, Start
+from ..engine.agents import Join, Notice, Start
 from ..engine.fleet import SHOWN, EngineFleet
+from ..engine.group import answers
 from ..engine.node_engines import NodeEngines
 from ..engine.node_port import pool_of_run
 from ..engine.restarts import EngineRestarts
@@ -31,9 +31,11 @@ from ..run.watch.watchdog import Watchdog
 from ..weights.pulling import PulledUpdates
 from ..weights.transport import Transport
 from ..wire.handshake import Pool
+from ..wire.messages import Await, Done, Drain, EngineTimes
 from ..wire.secret import pool_secret
 from ..wire.stop_signals import preempt_signals
 from .finding import notice_at
+from .leaving import Leaving
 from .member import Member
 
 POLL_S = 2.0  # between two looks for a run
@@ -58,13 +60,16 @@ class Agent:
     Args:
         flags (`argparse.Namespace`):
             Flags of `trl-multinode engines`: `join`, a host and a port; `engine_gpus`, `tp` and `num_engines`, or
-            `None` for all GPUs, the run's setting and as many as fit; the folder `logs`.
+            `None` for all GPUs, the run's setting and as many as fit; the folder `logs`; `why` it was started.
+        leaving ([`Leaving`]):
+            Requests to leave.
 
     Raises:
         `ConfigurationError`: if the secret, the GPUs, vLLM or the flags cannot work.
     """
 
-    def __init__(self, flags: argparse.Namespace):
+    def __init__(self, flags: argparse.Namespace, leaving: Leaving):
+        self._leaving = leaving
         pool_secret()
         check_vllm()
         check_gpu_variables(os.environ)
@@ -73,7 +78,8 @@ class Agent:
         self._watch = Watchdog(AgentPlace(0, 1, 0, 1, 0, 1, launched=False), lambda: "serving")
         # `nohup` lets a process outlive its shell
         if (parent := os.getppid()) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            end = partial(os.kill, os.getpid(), signal.SIGTERM)
+            # at once; SIGTERM lets open rows end first
+            end = partial(os.kill, os.getpid(), signal.SIGHUP)
             self._watch.of_process.processes.add(parent, end, self)
         self._fleet: EngineFleet | None = None
         self._number = 0  # in the last run
@@ -98,7 +104,7 @@ class Agent:
     # ---- runs -------------------------------------------------------------------------------------------------------
 
     def serve_one(self) -> None:
-        """Wait for a run, and serve it until it ends.
+        """Wait for a run, and serve it until it ends, or until this agent leaves.
 
         Raises:
             `ConfigurationError`: if the secrets or versions differ, or if the engines of the run do not fit here.
@@ -120,11 +126,12 @@ class Agent:
             if notice is not None:
                 pool = pool_of_run(notice.run)
                 with suppress(*LEAVES):  # the port of a run that ends, or has not begun
-                    return notice, pool, Member(notice.ports[0], pool, self._number, report)
+                    join = Join(socket.gethostname(), self._number, self._flags.why)
+                    return notice, pool, Member(notice.ports[0], pool, join, report)
             time.sleep(POLL_S)
 
     def _serve(self, notice: Notice, pool: Pool, member: Member) -> bool:
-        """Serve a run, and return whether it has ended. Otherwise this agent joins it again, with all engines."""
+        """Serve a run, and return whether it has ended or this agent leaves. Otherwise it joins again."""
         start = member.start
         report(f"node {start.number} of the run {notice.run}")
         with closing(member):
@@ -141,15 +148,32 @@ class Agent:
             )
             try:
                 pulled = PulledUpdates(engines, transport, notice.ports, pool, report)
-                with closing(pulled) as updates:
+                with closing(pulled) as updates, self._leaving.in_order():
                     while not member.ended.is_set() and restarts.count == count:
-                        if updates.pull(PULL_S) is not None:
+                        if updates.pull(PULL_S) is not None and not self._leaving.asked:
                             member.serve(fleet.sockets)
+                        if self._has_left(member, engines):
+                            return True
             except LEAVES as error:
                 # the end of a run may be noticed here first
                 if not member.ended.wait(POLL_S):
                     report(f"leaves the run to join it again: {error}")
-        return member.ended.is_set()
+        return member.ended.is_set() or self._leaving.asked
+
+    def _has_left(self, member: Member, engines: NodeEngines) -> bool:
+        """Report the engines' times to the run; return whether this agent leaves and no row is open any more."""
+        if self._leaving.asked:
+            member.leave(self._leaving.why())
+        # again each time, because an engine that was started again knows nothing of it
+        posted = engines.post_all(Drain() if self._leaving.asked else Await(min_update=0))
+        found = [reply for _, reply in answers(posted) if isinstance(reply, Done)]
+        member.report_times(
+            EngineTimes(
+                clock_s=sum(reply.times.clock_s for reply in found),
+                slot_s=sum(reply.times.slot_s for reply in found),
+            )
+        )
+        return self._leaving.asked and self._leaving.is_over(sum(one.num_open for one in found))
 
     # ---- engines ----------------------------------------------------------------------------------------------------
 
@@ -226,13 +250,15 @@ def run(flags: argparse.Namespace) -> int:
             Flags as for [`Agent`], and `once`: return after one run.
 
     Returns:
-        `int`: 0 after one run, else the code of the error (`run/endings/exit_codes.py`).
+        `int`: 0 after one run, or if this agent has left in order, else the code of the error
+            (`run/endings/exit_codes.py`).
     """
-    _obey_signals()
     try:
-        with closing(Agent(flags)) as agent:
+        leaving = Leaving(flags.logs, flags.grace)
+        _obey_signals(leaving)
+        with closing(Agent(flags, leaving)) as agent:
             agent.serve_one()
-            while not flags.once:
+            while not (flags.once or leaving.asked):
                 agent.serve_one()
             return 0
     except (MultiNodeError, OSError) as error:
@@ -240,18 +266,21 @@ def run(flags: argparse.Namespace) -> int:
         return code_of(error)
 
 
-def _obey_signals() -> None:
-    """End this process in order at SIGTERM, SIGINT, or SIGHUP, unless it was started to ignore the signal."""
+def _obey_signals(leaving: Leaving) -> None:
+    """Leave at SIGTERM; end this process at a second one, SIGINT or SIGHUP, unless it was started to ignore it."""
     numbers = [
         number
-        for number in (signal.SIGINT, *preempt_signals())
+        for number in (signal.SIGINT, signal.SIGALRM, *preempt_signals())
         if signal.getsignal(number) != signal.SIG_IGN
     ]
 
-    def stop(number: int, _: object) -> NoReturn:
+    def stop(number: int, _: object) -> None:
+        if number == signal.SIGTERM and leaving.ask():
+            return
         for each in numbers:  # a second one must not interrupt the end of the engines
             signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
+        # without rows, and after the grace, the end is in order too
+        raise SystemExit(0 if number in (signal.SIGTERM, signal.SIGALRM) else 128 + number)
 
     for number in numbers:
         signal.signal(number, stop)

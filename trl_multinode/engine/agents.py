@@ -3,8 +3,9 @@
     agent  -> node 0   Join, then a Beat each second, which has a Serve once its engines have weights
     node 0 -> agent    Start, then a Beat each second
 
-The connection, to the port of node 0, is the membership: an agent has left when it ends or is silent. Everything but
-the addresses in the store goes through it, after the handshake.
+The connection, to the port of node 0, is the membership: an agent has left when it ends or is silent. One that leaves
+in order first sends beats without a Serve, so that it gets no new rows. Everything but the addresses in the store goes
+through the connection, after the handshake.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import msgspec
 from ..node_settings import NodeSettings
 from ..wire.connection import frame, receive_body
 from ..wire.handshake import PortAddress
+from ..wire.messages import EngineTimes
 from .settings import EngineSettings
 
 AGENTS = "agents"  # role in a handshake
@@ -50,6 +52,7 @@ class Join(msgspec.Struct, frozen=True):
 
     host: str
     number: int  # number for which its engines were started, 0 if there are none
+    why: str = ""  # reason of whoever started it, for the log of the run
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -92,7 +95,21 @@ class Serve(msgspec.Struct, frozen=True):
 class Beat(msgspec.Struct, frozen=True):
     """Sign of life."""
 
-    serve: Serve | None = None
+    serve: Serve | None = None  # `None` before the engines serve, and while they leave
+    why: str = ""  # reason of whoever lets the agent leave, for the log of the run
+    times: EngineTimes = EngineTimes()  # sums of the agent's engines
+
+
+class Members(msgspec.Struct, frozen=True):
+    """Agents that serve, as all ranks agree on them. Value of a key of the run's store, in JSON."""
+
+    number: int = 0  # one more with each agent that joins or leaves
+    serving: dict[int, Serve] = {}  # by the number of the agent
+
+    @property
+    def num_engines(self) -> int:
+        """Number of their engines."""
+        return sum(serve.engines for serve in self.serving.values())
 
 
 def start_of(settings: EngineSettings, model_folder: Path, ranks: int) -> Start:
@@ -127,9 +144,9 @@ class Agents:
             Result of `start_of`.
         first (`int`):
             Lowest number of an agent: the number of training nodes.
-        joined (`Callable[[int, Serve], None]`), left (`Callable[[int], None]`):
-            Functions that are called with the number of an agent whose engines serve, and once it has left. They run
-            on the port's event loop.
+        changed (`Callable[[int, Serve | None, str], None]`):
+            Function that is called with the number of an agent, its engines (`None`: they get no new rows), and what
+            it does, for a line of the log. It runs on the port's event loop.
         limit_s (`float`):
             Seconds of silence after which an agent has left.
     """
@@ -138,36 +155,42 @@ class Agents:
         self,
         start: Start,
         first: int,
-        joined: Callable[[int, Serve], None],
-        left: Callable[[int], None],
+        changed: Callable[[int, Serve | None, str], None],
         limit_s: float,
     ):
         self._start = start
         self._first = first
-        self._joined = joined
-        self._left = left
+        self._changed = changed
         self._limit_s = limit_s
         self._taken: set[int] = set()  # numbers
+        self.times: dict[int, EngineTimes] = {}  # of the agents that are here, by their numbers
 
     async def __call__(self, stream: socket.socket) -> None:
         """Serve an agent until it leaves."""
         join = await receive(stream, Join, self._limit_s)
         number = self._number_for(join.number)
         self._taken.add(number)
-        serving: list[Serve] = []
+        serving: Serve | None = None
 
         def hear(beat: Beat) -> None:
-            if beat.serve is not None and not serving:
-                serving.append(beat.serve)
-                self._joined(number, beat.serve)
+            nonlocal serving
+            self.times[number] = beat.times
+            if beat.serve == serving:
+                return
+            serving = beat.serve
+            if serving is None:
+                self._changed(number, None, f"leaves{_because(beat.why)}")
+            else:
+                text = f"serves with {serving.engines} engine(s){_because(join.why)}"
+                self._changed(number, serving, text)
 
         try:
             await send(stream, msgspec.structs.replace(self._start, number=number), self._limit_s)
             await exchange(stream, Beat, hear, self._limit_s)
         finally:
             self._taken.remove(number)
-            if serving:
-                self._left(number)
+            if self.times.pop(number, None) is not None:
+                self._changed(number, None, "has left")
 
     def _number_for(self, wanted: int) -> int:
         """Return the number that an agent had, so that its engines go on with their seeds, or else the lowest one."""
@@ -175,6 +198,10 @@ class Agents:
         while number in self._taken:
             number += 1
         return number
+
+
+def _because(why: str) -> str:
+    return f": {why}" if why else ""
 
 
 async def send(stream: socket.socket, message: Any, limit_s: float) -> None:

@@ -133,6 +133,7 @@ class EngineClient:
         assert isinstance(ready, Ready), ready
         self.ready = ready
         self.lost: EngineError | None = None  # why this engine serves this connection no more
+        self.leaves = False  # it gets no new rows
         self._process: psutil.Process | None = None
         if self.is_near:  # elsewhere the pid is that of another process
             with suppress(psutil.NoSuchProcess):  # it has ended since it answered

@@ -128,10 +128,19 @@ class NodeEngines(EngineGroup):
 
     def join(self, place: EnginePlace) -> None:
         """Connect to an engine that an agent offers. Only the thread that uses the connections calls it."""
+        # the index of one that has left
+        free = [one.index for one in self if one.place.is_of_agent and one.has_ended]
+        index = free[0] if free else len(self)
         try:
-            self.append(self._connect(place, len(self), timeout_s=CONNECT_AGAIN_S))
+            self[index : index + 1] = [self._connect(place, index, timeout_s=CONNECT_AGAIN_S)]
         except (EngineError, ConfigurationError) as error:  # it has left, or belongs to another run
             report(f"an engine of an agent is left out: {error}")
+
+    def leave_out(self, serving: Collection[int]) -> None:
+        """Send no new rows to engines of agents other than these. Any thread calls it."""
+        for client in list(self):
+            if client.place.is_of_agent and client.place.node not in serving:
+                client.leaves = True
 
     def renew_later(self, indices: Iterable[int], joined: Iterable[EnginePlace] = ()) -> None:
         """Let the thread that uses these connections call `renew` and `join` before its next request.

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ..wire.messages import Completions, Generate, Image, Message, Peek, pack_ids
+from ..errors import EngineLeavingError
+from ..wire.messages import Completions, Failure, Generate, Image, Message, Peek, pack_ids
 from .client import LOSSES, EngineClient, Rollout
 from .load import EngineLoad
 
@@ -137,7 +138,10 @@ class RequestStream:
         return (
             self.rows_left > 0
             and self._renew is None
-            and all(lane.client.lost for lane in self._lanes)
+            and all(
+                lane.client.lost or (lane.client.leaves and not lane.num_rows)
+                for lane in self._lanes
+            )
         )
 
     def renew_with(self, renew: Callable[[], Sequence[EngineClient]]) -> None:
@@ -276,7 +280,7 @@ class RequestStream:
     def _engines_with_room(self) -> list[int]:
         """Return the engines of this node that have room or, if none of them has, the other ones."""
         free = [lane.client for lane in self._lanes if lane.num_rows < self._window]
-        free = [client for client in free if client.lost is None]
+        free = [client for client in free if client.lost is None and not client.leaves]
         near = [client.index for client in free if client.is_near]
         return near or [client.index for client in free]
 
@@ -302,6 +306,10 @@ class RequestStream:
             return None
         lane = self._lanes[client.index]
         number = reply.request_id
+        if isinstance(reply, Failure) and reply.error == EngineLeavingError.__name__:
+            client.leaves = True
+            self._waiting.appendleft(self._closed(lane, number))
+            return None
         if (peeking := lane.peeks.pop(number, None)) is not None:
             peeking.add(self._rows_so_far(client, client.checked(reply)))
             return None
@@ -310,12 +318,17 @@ class RequestStream:
             client.keep(reply)
             return None
         client.checked(reply)  # before the request is closed: a lost one begins again
-        request = lane.open.pop(number)
-        lane.num_rows -= request.num_completions
-        self._give_back(client, request)
+        request = self._closed(lane, number)
         rows = client.rows(reply)
         lane.num_made += sum(len(row.tokens) for row in rows)
         return request, rows
+
+    def _closed(self, lane: Lane, number: int) -> Request:
+        """Return a request that has a reply, and is no longer under way."""
+        request = lane.open.pop(number)
+        lane.num_rows -= request.num_completions
+        self._give_back(lane.client, request)
+        return request
 
     def _rows_so_far(self, client: EngineClient, reply: Message) -> list[tuple[Request, Rollout]]:
         """Return the rows in an answer to `Peek`; those that ended before it are no longer open."""

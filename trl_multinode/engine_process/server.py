@@ -20,6 +20,7 @@ from ..wire.messages import (
     CheckSlot,
     Completions,
     Done,
+    Drain,
     EngineSpec,
     ErrorName,
     Failure,
@@ -60,6 +61,8 @@ class EngineServer:
         self._generating: set[asyncio.Task] = set()  # those that use the weights
         self._aborted: set[asyncio.Task] = set()  # those of a failed update in flight
         self._closing = asyncio.Event()
+        self._drains = False  # it takes no new rows
+        self._num_open = 0  # `Generate` requests, those that wait for weights too
         self._clock = BusyClock()
         self._states = EngineStates.of(spec)
         self._clock.on_change = self._states.count
@@ -189,8 +192,12 @@ class EngineServer:
                 return msgspec.structs.replace(
                     ready, request_id=request.request_id, start=self._spec.start
                 )
-            case Generate() | Score():
+            case Generate():
+                return await self._rows_unless_it_drains(request, growing)
+            case Score():
                 return await self._rows(request, growing)
+            case Drain():
+                self._drains = True
             case Await():
                 await self._weights.attempt(request.min_update)
             case OpenSlots():
@@ -204,6 +211,7 @@ class EngineServer:
             version=self._weights.version,
             times=self._clock.read(),
             kv_use=self._kv_use,
+            num_open=self._num_open,
         )
 
     async def _check_slot(self, request: CheckSlot) -> None:
@@ -237,6 +245,15 @@ class EngineServer:
         self._states.end_update()
         self._update = None
         await self._weights.end(update.version.update, committed[0])
+
+    async def _rows_unless_it_drains(self, request: Generate, growing: Growing) -> Completions:
+        if self._drains:
+            raise Refused("EngineLeavingError", "the engine leaves the run and takes no new rows")
+        self._num_open += 1
+        try:
+            return await self._rows(request, growing)
+        finally:
+            self._num_open -= 1
 
     async def _rows(self, request: Generate | Score, growing: Growing) -> Completions:
         scores = isinstance(request, Score)

@@ -45,7 +45,7 @@ from .agreement import Agreement
 from .engine_clocks import EngineClocks
 from .presence import Presence
 from .rank import RankContext
-from .remote import RemoteEngines
+from .remote import MEMBERS, RemoteEngines
 
 
 class Updates:
@@ -71,7 +71,7 @@ class Updates:
         # sends the weights, after a meeting that asked for them
         self.on_lost: Callable[[], None] = lambda: None
         self._sync: WeightSync | None = None
-        self._remote = RemoteEngines(rank, self._fleet)
+        self.remote = RemoteEngines(rank, self._fleet)
         # indices of the engines of this node for which the last meeting asked
         self._renewed: list[int] = []
         presence.work |= {
@@ -91,7 +91,11 @@ class Updates:
         return f"{sum(engines.rows_left for engines in self._connections)} rows left"
 
     def _restarting(self) -> str:
-        return self._fleet.restarts.state() if self._fleet.restarts is not None else ""
+        starting = self._fleet.restarts.state() if self._fleet.restarts is not None else ""
+        wanted = self._rank.settings.min_engines or 0
+        if starting or self._rank.topology.rank or self.remote.num_serving >= wanted:
+            return starting
+        return f"{self.remote.num_serving} of {wanted} engines serve"
 
     def _buckets_gathered(self) -> str:
         sync = self._sync
@@ -163,7 +167,7 @@ class Updates:
         write_model = partial(save_without_weights, base, processing_class)
         self._fleet.start(engine_settings, write_model)
         if self._rank.opens_port:
-            self._remote.open(engine_settings, write_model, lambda: self._sync)
+            self.remote.open(engine_settings, write_model, lambda: self._sync)
 
     def _connect(self, engine_settings: EngineSettings) -> NodeEngines:
         """Connect this rank to its engines, and the thread that generates ahead, if any."""
@@ -180,7 +184,7 @@ class Updates:
         engines.context = keywords.get("max_model_length") or config.max_position_embeddings
         engines.find_more = self.find_agents
         if self._rank.topology.rank == 0:
-            self._remote.announce()
+            self.remote.announce()
 
     def _agree_on_slots(
         self, sync: WeightSync, transport: Transport, gather: ShardGather, reason: str | None
@@ -226,7 +230,7 @@ class Updates:
 
     def end(self) -> None:
         """End the engines of this rank, close its connections, and drop all large objects."""
-        self._remote.close()
+        self.remote.close()
         self._fleet.close(self.engines)
         for engines in self._connections:
             engines.close()
@@ -248,29 +252,37 @@ class Updates:
     # ---- agents -----------------------------------------------------------------------------------------------------
 
     def find_agents(self) -> bool:
-        """Connect to the engines of agents that have joined, and return whether there are any. Main thread."""
-        if not self._rank.has_agents or self.engines is None:
-            return False
-        places = self._remote.new_places()
-        for place in places:
-            self.engines.join(place)
-        if places and self.ahead_engines is not None:
-            self.ahead_engines.renew_later((), places)
-        return bool(places)
+        """Follow the newest membership between two meetings, for a rank that has no engine left; return whether
+        engines have joined. Main thread."""
+        return self._rank.has_agents and self._follow()
 
-    def _wait_for_agents(self, engines: NodeEngines) -> None:
-        """Wait until `min_engines` of agents serve; report every 15 s how many do. Only the watch ends the wait."""
+    def _follow(self, key: str = "") -> bool:
+        """Connect to engines that have joined, and send no new rows to those that leave. Main thread."""
+        joined = self.remote.follow(key)
+        for engines in self._connections:
+            engines.leave_out(self.remote.members.serving)
+        if self.engines is not None:
+            for place in joined:
+                self.engines.join(place)
+        if joined and self.ahead_engines is not None:
+            self.ahead_engines.renew_later((), joined)
+        return bool(joined)
+
+    def wait_for_engines(self) -> None:
+        """Wait on rank 0 until `min_engines` serve; the other ranks wait for it in the next meeting.
+
+        Rank 0 reports every 15 s how many serve. Only the watch ends the wait.
+        """
         wanted = self._rank.settings.min_engines or 0
+        if not self._rank.has_agents or self._rank.topology.rank:
+            return
         reported = time.monotonic()
-        while True:
-            self.find_agents()
-            serving = sum(not client.has_ended for client in engines if client.place.is_of_agent)
-            if serving >= wanted:
-                return
-            if time.monotonic() - reported > PROGRESS_EVERY_S:
-                reported = time.monotonic()
-                self._rank.report(f"{serving} of {wanted} engines of agents serve")
-            time.sleep(AGENT_POLL_S)
+        with self._rank.phases("restart"):
+            while (serving := self.remote.num_serving) < wanted:
+                if time.monotonic() - reported > PROGRESS_EVERY_S:
+                    reported = time.monotonic()
+                    self._rank.report(f"{serving} of {wanted} engines serve (`min_engines`)")
+                time.sleep(AGENT_POLL_S)
 
     # ---- meetings ---------------------------------------------------------------------------------------------------
 
@@ -297,7 +309,10 @@ class Updates:
         """
         node = self._rank.topology.node
         with self._rank.phases("wait"):
-            words = self._agreement.meet(" ".join(map(str, lost)))
+            words = self._agreement.meet(" ".join([*map(str, lost), *self.remote.news()]))
+        for key in [word for word in words if word.startswith(MEMBERS)]:
+            words.remove(key)
+            self._follow(key)
         if not words:
             return False
         engines = lost_engines(words)
@@ -416,8 +431,9 @@ class Updates:
             self._probe(self.engines)
         self._presence.activity.synced = True
         if is_first and self._rank.has_agents:
-            with self._rank.phases("restart"):
-                self._wait_for_agents(self.engines)
+            # they have weights only now
+            self.wait_for_engines()
+            self.meet()
         return timings
 
     def _probe(self, engines: NodeEngines) -> None:

@@ -243,9 +243,10 @@ class NodeGeneration:
         Raises:
             `WeightVersionError`, `WeightSyncError` or `EngineError`: see [`WeightSync.run`].
         """
-        self._host.updates.find_agents()
         if self._engines_are_current:
             return
+        if self.version.update:
+            self._host.updates.wait_for_engines()
         self.must_sync = True  # until the sync has succeeded
         if not self._host.settings.in_flight:
             with self._phases("generate"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,18 @@ class PhaseFile(LineFile):
             "step": step, "node": self._node, "attempt": self.attempt, "clock_offset": self.clock_offset,
         }  # fmt: skip
         self._lines.append(line | {"evaluation": True} if evaluation else line)
+
+    def mark(self, text: str) -> None:
+        """Keep the line of an event that happens now for the next `flush`. Any thread calls it."""
+        self._lines.append(
+            {
+                "mark": text,
+                "start": round(time.time(), 6),
+                "node": self._node,
+                "attempt": self.attempt,
+                "clock_offset": self.clock_offset,
+            }
+        )
 
     def flush(self) -> None:
         """Write the lines since the last call. After an error, warn once, drop them, and try again with the next ones.

@@ -3,27 +3,35 @@
 import os
 from pathlib import Path
 
+from ..errors import ConfigurationError
 from ..run.endings.exit_codes import CONFIGURATION
 from .text import Parser, indices, matching, positive
 
 DEFAULT_PORT = 29500  # of `main_process_port`
+# SLURM and Kubernetes kill a process 30 s after SIGTERM, and its engines need some of them
+GRACE_S = 20.0
 DESCRIPTION = """\
 Start engines on this node for a run on other nodes, and serve the runs at HOST:PORT, one after the other. HOST and
 PORT are `main_process_ip` and `main_process_port` of the run, which needs `min_engines`. This process may start
-before the run. It ends with SIGTERM, Ctrl-C, or with its parent process unless `nohup` has started it. Both sides need
-the same secret (docs/operate/beyond.md)."""
+before the run. At SIGTERM, or with `--leave`, it takes no new rows and ends once its open rows have ended; it ends at
+once with Ctrl-C, or with its parent process unless `nohup` has started it. Both sides need the same secret
+(docs/operate/beyond.md)."""
 
 
 def main(argv: list[str]) -> int:
-    """Serve runs with the engines of this node.
+    """Serve runs with the engines of this node, or let an agent of this node leave.
 
     Returns:
-        `int`: 0 after one run with `--once`, 3 for a wrong flag, a missing secret or a version that differs, else the
-            code of the error (docs/operate/errors.md).
+        `int`: 0 after one run with `--once` or if it has left, 3 for a wrong flag, a missing secret or a version that
+            differs, else the code of the error (docs/operate/errors.md).
     """
     parser = Parser("trl-multinode engines", description=DESCRIPTION)
     add = parser.add_argument
-    add("--join", required=True, type=address, metavar="HOST[:PORT]", help="store of the run")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--join", type=address, metavar="HOST[:PORT]", help="store of the run")
+    what.add_argument(
+        "--leave", action="store_true", help="let the agent of this machine with these --logs leave"
+    )
     add(
         "--engine_gpus",
         type=indices,
@@ -34,10 +42,27 @@ def main(argv: list[str]) -> int:
     add("--num_engines", type=positive, help="(default: as many as fit)")
     add("--logs", type=Path, default=Path("engine_agent_logs"), help="(default: ./%(default)s)")
     add("--once", action="store_true", help="end after one run")
+    add(
+        "--grace",
+        type=float,
+        default=GRACE_S,
+        metavar="SECONDS",
+        help="for open rows when it leaves; the rest begins again elsewhere (default: %(default).0f)",
+    )
+    add("--why", default="", metavar="TEXT", help="reason to join or leave, for the log of the run")
     try:
         flags = parser.parse_args(argv)
     except SystemExit as end:
         return CONFIGURATION if end.code else 0
+    if flags.leave:
+        from ..agent.leaving import ask_to_leave
+
+        try:
+            print(f"process {ask_to_leave(flags.logs, flags.why)} leaves its run")
+        except ConfigurationError as error:
+            print(error)
+            return CONFIGURATION
+        return 0
     # torch's client of the store prints a trace for each attempt to connect; torch reads this when it is imported
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     from ..agent.agent import run

@@ -20,6 +20,7 @@ LATER_LEVEL = "TRL_MULTINODE_VLLM_LOGGING_LEVEL"  # level of vLLM's log once the
 ErrorName = Literal[
     "EngineError",  # none of the others
     "EngineDiedError",  # a process of the engine ended
+    "EngineLeavingError",  # the engine takes no new rows; another one may
     "EngineRefusedError",  # the engine cannot serve the request
     "WeightSyncError",  # the engine's weights are mixed, dummy or of another version
     "WeightVersionError",  # the workers committed another version than the one sent
@@ -200,6 +201,10 @@ class Await(Message, frozen=True):
     min_update: int
 
 
+class Drain(Message, frozen=True):
+    """Request to refuse every further `Generate`, of any connection; answered by `Done` at once."""
+
+
 class Score(Message, frozen=True):
     """Request for a sequence's log-probs under the engine's current weights; answered by `Completions`."""
 
@@ -304,6 +309,7 @@ class Done(Message, frozen=True):
     times: EngineTimes = EngineTimes()
     # greatest share of the key-value cache in use between the last two weight updates
     kv_use: float = 0.0
+    num_open: int = 0  # `Generate` requests that have no reply yet
 
 
 class Failure(Message, frozen=True):
@@ -314,7 +320,7 @@ class Failure(Message, frozen=True):
 
 
 RowRequest = Hello | Await | Peek | Generate | Score  # what a rank of another node may send
-Request = RowRequest | OpenSlots | CheckSlot | UpdateWeights | Shutdown
+Request = RowRequest | Drain | OpenSlots | CheckSlot | UpdateWeights | Shutdown
 Reply = Ready | Progress | Completions | Done | Failure
 
 
