@@ -25,13 +25,14 @@ from joining import (
 from waiting import HANG_S, until
 
 from multinode_kit.engines import FAKE, SyncDriver, running_engines
-from multinode_kit.faults import HOOK
+from multinode_kit.faults import HOOK, Faults
 from multinode_kit.forking import from_template
 from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.node_port import pool_of_run
 from trl_multinode.engine.stream import Request
-from trl_multinode.errors import ConfigurationError
+from trl_multinode.errors import ConfigurationError, EngineDiedError
 from trl_multinode.run.endings.exit_codes import CONFIGURATION, ENGINE
+from trl_multinode.tools import main
 from trl_multinode.tools.launch.attendance import State, encode
 from trl_multinode.wire.secret import SECRET, SECRET_FILE
 from trl_multinode.wire.supervisor import is_running
@@ -310,3 +311,66 @@ def test_an_agent_waits_while_another_program_has_the_port(tmp_path, first, answ
         store = new_store(port)
         with run_of(store, tmp_path) as run:
             assert run.agent() == NODES
+
+
+# ---- leaving in order
+
+
+@contextmanager
+def open_rows(run, number: int, load: Path, max_tokens: int):
+    """A stream of a rank on the engines of an agent, with three rows under way."""
+    with closing(run.engines_of(number, load)) as engines:
+        stream = engines.open_stream(max_tokens, SAMPLING)
+        stream.add([Request(prompt, 1, seed=1, min_update=1) for prompt in PROMPTS])
+        stream.poll(0.1)
+        assert stream.rows_under_way == len(PROMPTS)
+        yield stream
+
+
+def slow(monkeypatch, seconds: float, module: str) -> None:
+    monkeypatch.setenv(HOOK, Faults().slow_tokens(seconds).engine(module))
+
+
+def test_an_agent_that_is_asked_to_leave_ends_its_open_rows_first(store, tmp_path, monkeypatch):
+    slow(monkeypatch, 0.1, from_template(FAKE))
+    logs = tmp_path / "agent" / "logs"
+    with (
+        run_of(store, tmp_path) as run,
+        agent_of(store.port, tmp_path / "agent", "--grace", str(HANG_S)) as agent,
+    ):
+        number = run.agent()
+        with open_rows(run, number, tmp_path / "load", max_tokens=12) as stream:
+            assert main(["engines", "--leave", "--logs", str(logs), "--why", "less to do"]) == 0
+            until(lambda: number not in run.serving, "the end of its membership")
+            assert f"{number} leaves: less to do" in run.lines
+            # it is no engine for this row any more, and for no other one
+            stream.add([Request([5], 1, seed=9, min_update=1)])
+            ended = []
+            while len(ended) < len(PROMPTS):
+                ended += stream.poll()
+            assert [len(row.tokens) for _, rows in ended for row in rows] == [12] * len(PROMPTS)
+            until(lambda: stream.poll(0.1) or stream.stopped, "no engine for the fourth row")
+            assert stream.rows_left == 1 and stream.rows_under_way == 0
+        assert agent.wait() == 0
+    assert main(["engines", "--leave", "--logs", str(logs)]) == CONFIGURATION
+
+
+@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_rows_that_do_not_end_within_the_grace_end_with_the_agent(
+    store, tmp_path, monkeypatch, frozen
+):
+    # one of the template is no child of the process that the agent kills
+    slow(monkeypatch, 1.0, FAKE if frozen else from_template(FAKE))
+    with (
+        run_of(store, tmp_path) as run,
+        agent_of(store.port, tmp_path / "agent", "--grace", "2") as agent,
+    ):
+        number = run.agent()
+        with open_rows(run, number, tmp_path / "load", max_tokens=50) as stream:
+            pid = stream._lanes[0].client.ready.pid
+            if frozen:
+                os.kill(pid, signal.SIGSTOP)
+            os.kill(agent.process.pid, signal.SIGTERM)
+            assert agent.wait() == 0 and not is_running(pid)
+            with pytest.raises(EngineDiedError):
+                until(lambda: stream.poll() and not stream.rows_left)

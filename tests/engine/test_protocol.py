@@ -27,6 +27,7 @@ from trl_multinode.wire.messages import (
     Completion,
     Completions,
     Done,
+    Drain,
     EngineTimes,
     ErrorName,
     Failure,
@@ -77,6 +78,7 @@ REQUESTS = [
         request_id=7, version=VERSION, turn=5, first_bucket=3, in_flight=True, recompute_kv=True
     ),
     Peek(request_id=15),
+    Drain(request_id=16),
     Shutdown(request_id=10),
 ]  # fmt: skip
 REPLIES = [
@@ -90,7 +92,7 @@ REPLIES = [
         Completion(b"", b"", (VersionSpan(4, 28, 0),), request_id=9),
     )),
     Done(
-        request_id=3, version=VERSION, kv_use=0.25,
+        request_id=3, version=VERSION, kv_use=0.25, num_open=2,
         times=EngineTimes(clock_s=9.0, busy_s=4.0, slot_s=2.5, frozen_s=0.5, load_s=1.5, commit_s=0.1),
     ),
     *(

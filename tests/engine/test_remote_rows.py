@@ -48,6 +48,7 @@ from trl_multinode.wire.messages import (
     Await,
     CheckSlot,
     Completions,
+    Drain,
     Generate,
     Hello,
     OpenSlots,
@@ -311,6 +312,7 @@ FORBIDDEN = [
     OpenSlots(request_id=5, transport="host", memory=NO_MEMORY, sizes=(), buckets=()),
     CheckSlot(request_id=7, slot=0, num_bytes=1, crc=0),
     UpdateWeights(request_id=8, version=WeightVersion(2, 2)),
+    Drain(request_id=9),
     Shutdown(request_id=12),
 ]
 ALLOWED = [

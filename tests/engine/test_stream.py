@@ -16,6 +16,7 @@ from waiting import HANG_S, until
 
 from multinode_kit import engines as testing_engines
 from multinode_kit.engines import FAKE, SyncDriver, running_engines, sockets_of
+from multinode_kit.faults import Faults
 from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.client import EngineClient
 from trl_multinode.engine.load import EngineLoad
@@ -23,7 +24,7 @@ from trl_multinode.engine.node_engines import NodeEngines, local_places
 from trl_multinode.engine.process import EngineProcess
 from trl_multinode.engine.stream import Request, RequestStream
 from trl_multinode.errors import EngineDiedError, EngineStalledError
-from trl_multinode.wire.messages import Generate
+from trl_multinode.wire.messages import Done, Drain, Generate, pack_ids
 
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 
@@ -308,3 +309,40 @@ def test_a_killed_engine_is_named_and_a_normal_end_of_the_other_leaves_nothing(
     )
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert not folder.exists()
+
+
+# ---- an engine that leaves
+
+
+def test_an_engine_that_drains_ends_its_rows_and_gets_no_new_ones(tmp_path):
+    """Its clients are those of another rank than the one that asks it to."""
+    model, module = tiny_qwen2(), Faults().slow_tokens(0.05).engine(FAKE)
+    with running_engines(model, tmp_path, module, num_engines=2, window=2) as owner:
+        SyncDriver(model, owner).send()
+        with another_rank(owner, window=2) as rank:
+            stream = rank.open_stream(16, SAMPLING)
+            first, later = requests(4), requests(8)[4:]
+            stream.add(first)
+            stream.poll(0.1)
+            assert stream.rows_under_way == 4
+            reply = owner[0].ask(Drain())
+            assert isinstance(reply, Done) and reply.num_open == 2
+            stream.add(later)
+            ended = {}
+            while stream.rows_left:
+                ended |= {request.seed: rows[0] for request, rows in stream.poll()}
+            engines = [ended[seed].engine for seed in range(8)]
+            assert sorted(engines[:4]) == [0, 0, 1, 1] and engines[4:] == [1] * 4
+            reply = owner[0].ask(Drain())
+            assert isinstance(reply, Done) and reply.num_open == 0
+            stream.close()
+            assert np.fromfile(board(owner), dtype=np.int64).tolist() == [0, 0]
+        # a row does not depend on the engine that makes it
+        (expected,) = owner.serving([1])[0].rows(
+            owner[1].ask(
+                Generate(
+                    prompt=pack_ids(later[0].prompt), num_completions=1, max_tokens=16, sampling=SAMPLING, seed=4
+                )
+            )
+        )  # fmt: skip
+        assert expected.tokens.tolist() == ended[4].tokens.tolist()

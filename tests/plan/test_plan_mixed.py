@@ -209,6 +209,7 @@ def test_the_commands_start_the_engines_and_the_ranks_of_the_other_nodes(
     given = dict(zip(launch[5::2], launch[6::2], strict=True))
     # the agents have it, the nodes that train have no engine
     assert "--vllm_tensor_parallel_size" not in given
+    assert given["--min_engines"] == "2"
     rows = 48 * int(given["--per_device_train_batch_size"])
     rows *= int(given["--gradient_accumulation_steps"])
     assert f"{rows} instead of 2048 rows" in text and rows % 8 == 0

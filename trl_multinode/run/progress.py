@@ -21,7 +21,7 @@ WORDS = {
     "generate": "generating",
     "reward": "computing rewards",
     "sync": "sending weights",
-    "restart": "waiting for an engine that is started again",
+    "restart": "waiting for an engine",
     "train": "training",
     "checkpoint": "saving a checkpoint",
     "push": "pushing to the Hub",
