@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "operate" / "observe.md"
 TRLS = "\n### TRL's own metrics\n"  # heading of the part with TRL's names
 AMONG_TRLS = {"rewards/all_nan_rows"}  # all others with this prefix are TRL's
 PREFIXES = ("perf", "memory", "engine", "node<k>", "sync", "staleness", "logprobs", "balance", "in_flight",
-            "dynamic_sampling")  # fmt: skip
+            "dynamic_sampling", "pool")  # fmt: skip
 
 
 def documented() -> set[str]:

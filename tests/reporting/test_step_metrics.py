@@ -1,5 +1,6 @@
 """Metrics of an interval: tokens, FLOPs, memory and seconds of all ranks; docs/operate/observe.md names each."""
 
+import dataclasses
 import math
 import sys
 import time
@@ -22,6 +23,7 @@ from trl_multinode.reporting.metrics import (
     RankNumbers,
     RunShape,
     StepSums,
+    pool_measure,
     step_metrics,
 )
 from trl_multinode.reporting.steps import StepReport, count_tokens, gpu_memory
@@ -94,6 +96,50 @@ def test_the_fullest_rank_is_found_although_another_one_measured_nothing():
     )
     assert (found["memory/gpu_gib/max"], found["memory/gpu_gib/fullest_node"]) == (70.0, 1.0)
     assert "node1/memory_gib" in found
+
+
+# ---- the pool of engines
+
+
+def of_engines(clock_s: float, slot_s: float) -> RankNumbers:
+    rounds = ROUNDS | {"engine_clock_s": clock_s, "engine_slot_s": slot_s}
+    return dataclasses.replace(rank(), rounds=rounds)
+
+
+def test_the_measure_of_the_pool_has_all_engines_and_the_rank_that_waits_longest():
+    ranks = [of_engines(80.0, 60.0), of_engines(80.0, 20.0)]
+    ranks[1].phases["generate"] = 32.0
+    found = pool_measure(ranks, step=7, own=2, engines=6, pool_filled=0.8)
+    # of two engines half of the slots, of four 0.8; 32 of 80 s
+    assert (found.step, found.engines) == (7, 6)
+    assert found.filled == pytest.approx((2 * 0.5 + 4 * 0.8) / 6)
+    assert found.waiting == 0.4
+    # agents came or left in the interval
+    assert pool_measure(ranks, step=7, own=2, engines=6, pool_filled=None).filled == 0.5
+
+
+def test_a_run_without_own_engines_has_the_measure_of_the_agents():
+    ranks = [of_engines(0.0, 0.0)] * 2
+    assert pool_measure(ranks, 7, own=0, engines=3, pool_filled=0.3).filled == pytest.approx(0.3)
+    assert pool_measure(ranks, 7, own=0, engines=3, pool_filled=None) is None
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_rank_0_publishes_the_measure_of_each_log(number):
+    one = report(OneRank(), rank=number)
+    published = []
+    one.host.updates.remote = SimpleNamespace(
+        num_serving=7, take_filled=lambda: 0.4, publish=published.append
+    )
+    one.host.rank.has_agents = True
+    found = one.metrics(SyncTimings(), steps_left=9)
+    assert ("pool/engines" in found) == (number == 0)
+    if number == 0:
+        (measure,) = published
+        assert (measure.step, measure.engines) == (1, 7) == (one.host.at, found["pool/engines"])
+        assert (measure.filled, measure.waiting) == (found["pool/filled"], found["pool/waiting"])
+    one.host.rank.has_agents = False
+    assert "pool/engines" not in one.metrics(SyncTimings(), steps_left=9)
 
 
 # ---- tokens of a micro-batch
@@ -234,14 +280,15 @@ class OneRank:
         return row.repeat(4, 1)
 
 
-def report(accelerator: OneRank, per_engine=((), ()), **settings) -> StepReport:
-    topology = topology_on([NodeShape(2, 2, 2)] * 2, rank=1)
+def report(accelerator: OneRank, per_engine=((), ()), rank=1, **settings) -> StepReport:
+    topology = topology_on([NodeShape(2, 2, 2)] * 2, rank=rank)
     devices = SimpleNamespace(per_engine=per_engine, shared_with_training=False)
     seconds = np.array([(3.0, 4.0, 3.0, 2.0), (1.0, 4.0, 1.0, 0.0)])
     clocks = SimpleNamespace(seconds=seconds, take_kv_use=lambda: 0.7)
+    place = SimpleNamespace(transport=("host", ""), has_agents=False)
     host = SimpleNamespace(
         topology=topology, devices=devices, settings=NodeSettings(**settings), phases=Phases(), step=lambda: host.at,
-        updates=SimpleNamespace(clocks=clocks, num_restarts=2), at=1, rank=SimpleNamespace(transport=("host", "")),
+        updates=SimpleNamespace(clocks=clocks, num_restarts=2), at=1, rank=place,
     )  # fmt: skip
     generation = SimpleNamespace(take_seconds_ahead=lambda: (0.0, 0.0))
     found = StepReport(
@@ -375,6 +422,7 @@ def logged(num_nodes: int = 2, ranks_per_node: int = 2) -> dict[str, float]:
     ranks = [rank()] * (num_nodes * ranks_per_node)
     found = step_metrics(ranks, 1, shape) | {"perf/eta_s": 1.0, "sync/host_device_mib": 1.0}
     found |= summarize_rounds([one.rounds for one in ranks], [1.0] * len(ranks))
+    found |= dict.fromkeys(("pool/engines", "pool/filled", "pool/waiting"), 1.0)
     return found | sync_metrics(SyncTimings(), [one.stages for one in ranks], topology)
 
 

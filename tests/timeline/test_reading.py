@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import pytest
 from timeline.runs import (
@@ -15,8 +16,11 @@ from timeline.runs import (
     write_run,
 )
 
+from trl_multinode.run.phase_file import PhaseFile
 from trl_multinode.tools.timeline.completions import read_completions
 from trl_multinode.tools.timeline.reading import TimelineError, read_run
+
+MARKS = [("agent 2 serves with 1 engine(s)", 12.0), ("agent 2 leaves", 33.0)]
 
 
 def test_all_lanes_are_on_the_clock_of_node_0(tmp_path):
@@ -118,6 +122,36 @@ def test_the_folders_of_nodes_are_one_run(tmp_path):
         (part / "_multinode" / "phases" / f"node{1 - node}_engine0.jsonl").unlink()
     parts = read_run([tmp_path / "node0", tmp_path / "node1"])
     assert parts.lanes == whole.lanes and set(parts.endings) == {0, 1}
+
+
+def test_marks_of_agents_are_on_the_clock_of_node_0_and_cut_with_the_steps(tmp_path):
+    whole = read_run([write_run(tmp_path)])
+    phases = tmp_path / "_multinode" / "phases"
+    file = PhaseFile(phases, rank=3, node=1)
+    file.attempt, file.clock_offset = 1, AHEAD_S
+    begin = time.time()
+    file.mark("agent 2 joins")
+    file.flush()
+    run = read_run([tmp_path])
+    (mark,) = run.lanes[4].marks
+    assert (mark.kind, mark.text) == ("agent", "agent 2 joins")
+    assert begin <= mark.at + AHEAD_S <= time.time()
+    assert not run.notes and run.attempts == [1]
+    assert [lane.spans for lane in run.lanes] == [lane.spans for lane in whole.lanes]
+    # one in step 2 and one in step 4
+    ends = [{"mark": text, "start": BEGIN + at, "node": 0, "attempt": 1} for text, at in MARKS]
+    write_lines(phases / "rank0.jsonl", [*rank_lines(0), *ends])
+    run = read_run([tmp_path])
+    assert [mark.text for mark in run.cut(range(2, 4)).lanes[0].marks] == [MARKS[0][0]]
+    assert [mark.text for mark in run.cut(range(4, 5)).lanes[0].marks] == [MARKS[1][0]]
+
+
+def test_marks_alone_are_no_attempt(tmp_path):
+    write_run(tmp_path)
+    file = PhaseFile(tmp_path / "_multinode" / "phases", rank=0, node=0)
+    file.mark("agent 2 joins")
+    file.flush()
+    assert file.attempt == 2 and read_run([tmp_path]).attempts == [1]
 
 
 def test_a_rotated_file_comes_before_the_current_one(tmp_path):

@@ -10,6 +10,7 @@ from timeline.runs import STEPS, write_run
 from trl_multinode.tools import main
 from trl_multinode.tools.timeline import command, reading
 from trl_multinode.tools.timeline.command import chosen_steps
+from trl_multinode.tools.timeline.page import page_data
 from trl_multinode.tools.timeline.reading import TAILS, TimelineError
 
 
@@ -88,6 +89,24 @@ def test_a_trace_names_lanes_and_marks_and_counts_rows(folder):
     ]  # fmt: skip
     rows = [event["args"]["rows"] for event in found if event["ph"] == "C" and event["pid"] == 0]
     assert rows == [0, *[0, 8, 2, 0] * STEPS, 0]
+
+
+def test_agents_that_join_or_leave_are_marks_of_trace_table_and_page(folder, capsys):
+    lines = [
+        {"mark": text, "start": runs.BEGIN + at, "node": 0, "attempt": 1}
+        for text, at in (("agent 2 leaves", 33.0), ("agent 2 joins", 12.0))
+    ]
+    runs.write_lines(folder / "_multinode/phases/rank0.jsonl", [*runs.rank_lines(0), *lines])
+    found = [event for event in events(folder) if event["ph"] == "i" and event["name"] == "agent"]
+    at = {event["args"]["what"]: event["ts"] for event in found}
+    assert at["agent 2 leaves"] - at["agent 2 joins"] == 21_000_000
+    # in the order of time
+    printed = [line for line in capsys.readouterr().out.splitlines() if "agent 2" in line]
+    assert [line.rpartition(": ")[2] for line in printed] == ["agent 2 joins", "agent 2 leaves"]
+    assert printed[0].startswith("1970-01-12 13:46:52 UTC")
+    run = reading.read_run([folder])
+    lanes = page_data(run, range(1, STEPS + 1))["timeline"]["lanes"]
+    assert [mark[0] for mark in lanes[0]["marks"]] == ["agent", "agent"]
 
 
 def test_a_trace_of_some_steps_and_nodes(folder):

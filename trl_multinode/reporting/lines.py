@@ -128,6 +128,7 @@ def _engines(found: Mapping[str, float]) -> str:
         _if(found, "engine/busy", percent, "busy {}"),
         _if(found, "engine/filled", percent, "filled {}"),
         _if(found, "engine/kv_use", percent, "KV {}"),
+        _if(found, "pool/engines", short, "{} in the pool"),
     )
     return text and f"engines {text}"
 

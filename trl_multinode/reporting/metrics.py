@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import Any, TypeVar
 
+from ..engine.agents import Measure
 from ..rollouts.staleness import SUMS, RoundSums
 from ..run.phases import PHASES
 from ..run.topology import Topology
@@ -90,6 +91,38 @@ def step_metrics(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dict[
             of_node = _node_metrics([ranks[rank] for rank in topology.ranks_of(node)], steps)
             metrics |= {f"node{node}/{name}": value for name, value in of_node.items()}
     return metrics
+
+
+def pool_measure(
+    ranks: list[RankNumbers], step: int, own: int, engines: int, pool_filled: float | None
+) -> Measure | None:
+    """Return the use of all engines of a run in an interval; `None` if no engine has reported any.
+
+    Ranks wait for completions in phase `generate`. With `max_staleness=0` this is the whole generation; engines are
+    idle in the rest of the step. The slowest rank counts: the others wait for it in phase `wait`, which also has other
+    waits.
+
+    Args:
+        ranks (`list[RankNumbers]`):
+            Numbers of all ranks.
+        step (`int`):
+            Optimizer steps done.
+        own (`int`), engines (`int`):
+            Engines of the training nodes, and all that serve.
+        pool_filled (`float`, *optional*):
+            Share of the slots of the engines of agents in which rows ran; `None` if it is not known.
+    """
+    clock_s = sum(rank.rounds["engine_clock_s"] for rank in ranks)
+    wall_s = max(rank.step.wall_s for rank in ranks)
+    shares: list[float] = []  # of the slots, one per engine
+    if clock_s:
+        shares += [sum(rank.rounds["engine_slot_s"] for rank in ranks) / clock_s] * own
+    if pool_filled is not None:
+        shares += [pool_filled] * (engines - own)
+    if not shares or not wall_s:
+        return None
+    waiting = max(rank.phases["generate"] for rank in ranks) / wall_s
+    return Measure(step, engines, fmean(shares), min(1.0, waiting))
 
 
 def _phase_metrics(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dict[str, float]:

@@ -14,7 +14,7 @@ from ..run.reporter import report
 from ..run.splits import StepTimes, split_advice
 from ..weights.timings import SyncTimings, sync_metrics
 from .flops import ModelFlops, model_flops, peak_flops
-from .metrics import RankNumbers, RunShape, StepSums, merged, step_metrics
+from .metrics import RankNumbers, RunShape, StepSums, merged, pool_measure, step_metrics
 
 ADVICE_AT_STEP = 5
 GIB = 2**30
@@ -118,6 +118,7 @@ class StepReport:
             **summarize_rounds([rank.rounds for rank in ranks], idle),
             **sync_metrics(sync, [rank.stages for rank in ranks], host.topology),
             **self._host_device_traffic(sync),
+            **self._pool(ranks),
         }
 
     def _take_step(self) -> StepSums:
@@ -139,6 +140,23 @@ class StepReport:
         if self._host.rank.transport[0] != "host" or not workers:
             return {}
         return {"sync/host_device_mib": sync.num_bytes * (1 + workers) / 2**20}
+
+    def _pool(self, ranks: list[RankNumbers]) -> dict[str, float]:
+        """Publish the use of all engines for the scheduler of agents, and return it. Rank 0 of a run with agents."""
+        host = self._host
+        if host.topology.rank or not host.rank.has_agents:
+            return {}
+        remote, own = host.updates.remote, sum(node.engines for node in host.topology.nodes)
+        engines = remote.num_serving
+        measure = pool_measure(ranks, host.step(), own, engines, remote.take_filled())
+        if measure is None:
+            return {"pool/engines": engines}
+        remote.publish(measure)
+        return {
+            "pool/engines": engines,
+            "pool/filled": measure.filled,
+            "pool/waiting": measure.waiting,
+        }
 
     def _eta(self, ranks: list[RankNumbers], steps: int, steps_left: int) -> dict[str, float]:
         """Return the seconds until the last step at the mean speed since the first log."""

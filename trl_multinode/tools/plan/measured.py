@@ -72,7 +72,7 @@ def read_run(folder: str) -> MeasuredRun:
 def _last_attempt(path: Path) -> list[list[PhaseLine]]:
     """Return the phases of each rank in the last attempt of a run."""
     try:
-        phases = read_phases([path], RANK, PhaseLine)
+        phases = read_phases([path], RANK, (PhaseLine,))
     except TimelineError as error:
         raise PlanError(f"`--run` is an `output_dir`: {error}") from None
     last = max(phases.attempts(), default=0)

@@ -31,7 +31,11 @@ class Span(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment in the lane of an engine: `swap` (weights replaced while rows run), `restart` or `lost`."""
+    """A moment in a lane.
+
+    In that of an engine it is a `swap` (weights replaced while rows run), `restart` or `lost`, in that of a rank the
+    `agent` of other engines that joins or leaves.
+    """
 
     kind: str
     at: float
@@ -66,8 +70,11 @@ class Lane:
         return found
 
     def of_steps(self, steps: range) -> "Lane":
-        """Return the whole spans of some steps."""
-        return replace(self, spans=[span for span in self.spans if span.step in steps])
+        """Return the whole spans of some steps, and the marks between their begin and end."""
+        spans = [span for span in self.spans if span.step in steps]
+        begin, end = spans[0].start if spans else 0.0, max((span.end for span in spans), default=0)
+        marks = [mark for mark in self.marks if begin <= mark.at <= end]
+        return replace(self, spans=spans, marks=marks)
 
     def within(self, start: float, end: float) -> "Lane":
         """Return the part of a lane between two times."""
@@ -94,6 +101,16 @@ class PhaseLine(msgspec.Struct, gc=False):
     attempt: int = 1
     clock_offset: float | None = None
     evaluation: bool = False
+
+
+class MarkLine(msgspec.Struct, gc=False):
+    """A line of `rank<r>.jsonl` about an event of the run that is no phase."""
+
+    mark: str
+    start: float
+    node: int
+    attempt: int = 1
+    clock_offset: float | None = None
 
 
 class State(msgspec.Struct, gc=False):

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 
 from .completions import read_completions
-from .lanes import STEP_PHASES, Lane, PhaseLine, State, engine_lane, nested
+from .lanes import STEP_PHASES, Lane, Mark, MarkLine, PhaseLine, State, engine_lane, nested
 
 RANK = re.compile(r"rank(\d+)\.jsonl")
 ENGINE = re.compile(r"node(\d+)_engine(\d+)\.jsonl")
@@ -116,7 +117,7 @@ def read_run(folders: Sequence[Path], attempt: int | None = None, tail: int = sy
     Raises:
         `TimelineError`: if a folder has no phases, or if the run has no such attempt.
     """
-    phases = read_phases(folders, RANK, PhaseLine, tail)
+    phases = read_phases(folders, RANK, (PhaseLine, MarkLine), tail)
     attempts = phases.attempts()
     if not attempts:
         raise TimelineError(f"{folders[0]} has files of phases, but no line of them can be read.")
@@ -125,7 +126,7 @@ def read_run(folders: Sequence[Path], attempt: int | None = None, tail: int = sy
         raise TimelineError(
             f"{folders[0]} has no attempt {chosen} (got --attempt {chosen}, expected one of {attempts})."
         )
-    states = read_phases(folders, ENGINE, State, tail)
+    states = read_phases(folders, ENGINE, (State,), tail)
     ranks = phases.of_attempt(chosen)
     offsets, notes = _offsets(ranks)
     lanes = _lanes(ranks, states.of_attempt(chosen), offsets)
@@ -144,17 +145,25 @@ def read_run(folders: Sequence[Path], attempt: int | None = None, tail: int = sy
 
 
 def _lanes(
-    ranks: dict[Any, list[PhaseLine]], engines: dict[Any, list[State]], offsets: dict[int, float]
+    ranks: dict[Any, list[PhaseLine | MarkLine]],
+    engines: dict[Any, list[State]],
+    offsets: dict[int, float],
 ) -> list[Lane]:
     """Return the lanes by the clock of node 0, in the order of nodes, ranks before engines."""
     every: list[list[Any]] = [*ranks.values(), *engines.values()]
     for lines in every:
         for line in lines:
             line.start -= offsets.get(line.node, 0.0)
-    lanes = [Lane(lines[0].node, "rank", rank, nested(lines)) for (rank,), lines in ranks.items()]
+    lanes = [_rank_lane(rank, lines) for (rank,), lines in ranks.items()]
     end = max(span.end for lane in lanes for span in lane.spans)
     lanes += [engine_lane(node, number, lines, end) for (node, number), lines in engines.items()]
     return sorted(lanes, key=lambda lane: (lane.node, lane.kind != "rank", lane.number))
+
+
+def _rank_lane(rank: int, lines: list[PhaseLine | MarkLine]) -> Lane:
+    phases = [line for line in lines if isinstance(line, PhaseLine)]
+    marks = [Mark("agent", line.start, line.mark) for line in lines if isinstance(line, MarkLine)]
+    return Lane(lines[0].node, "rank", rank, nested(phases), marks)
 
 
 @dataclass
@@ -167,7 +176,9 @@ class Lines:
     ends: list[Any] = field(default_factory=list)
 
     def attempts(self) -> list[int]:
-        return sorted({line.attempt for lines in self.files.values() for line in lines})
+        every = [line for lines in self.files.values() for line in lines]
+        # a rank that ended in its set-up may have marks only
+        return sorted({line.attempt for line in every if not isinstance(line, MarkLine)})
 
     def nodes(self) -> set[int]:
         return {line.node for lines in self.files.values() for line in lines}
@@ -182,14 +193,14 @@ class Lines:
 
 
 def read_phases(
-    folders: Sequence[Path], name: re.Pattern, kind: type, tail: int = sys.maxsize
+    folders: Sequence[Path], name: re.Pattern, kinds: tuple[type, ...], tail: int = sys.maxsize
 ) -> Lines:
     """Read the files of phases with such names, or the first line and the last `tail` bytes of each.
 
     Raises:
         `TimelineError`: if a folder has no files of phases.
     """
-    decode: Callable = msgspec.json.Decoder(kind).decode
+    decoders: list[Callable] = [msgspec.json.Decoder(kind).decode for kind in kinds]
     paths: dict[tuple[int, ...], Path] = {}
     for path in _phase_paths(folders):
         if match := name.fullmatch(path.name):
@@ -197,7 +208,7 @@ def read_phases(
     found = Lines()
     for numbers, path in sorted(paths.items()):
         texts, is_whole = _texts(path, tail)
-        lines = list(_decoded(texts, decode))
+        lines = list(_decoded(texts, *decoders))
         found.broken += lines.count(None)
         found.files[numbers] = [line for line in lines if line is not None]
         if not is_whole:
@@ -237,16 +248,18 @@ def _texts(path: Path, tail: int = sys.maxsize) -> tuple[list[bytes], bool]:
     return lines, is_whole
 
 
-def _decoded(lines: Sequence[bytes], decode: Callable) -> Iterator[Any]:
-    """Yield what the lines have; `None` for a line that cannot be read."""
+def _decoded(lines: Sequence[bytes], *decoders: Callable) -> Iterator[Any]:
+    """Yield what the lines have, by the first decoder that can read it; `None` for a line that none can read."""
     for line in lines:
-        try:
-            yield decode(line)
-        except ValueError:
-            yield None
+        found = None
+        for decode in decoders:
+            with suppress(ValueError):
+                found = decode(line)
+                break
+        yield found
 
 
-def _offsets(ranks: dict[Any, list[PhaseLine]]) -> tuple[dict[int, float], list[str]]:
+def _offsets(ranks: dict[Any, list[PhaseLine | MarkLine]]) -> tuple[dict[int, float], list[str]]:
     """Return the seconds by which the clock of each node is ahead of node 0's, and a note if one is not known.
 
     Lines before the first meeting of the ranks do not have it yet, so the last one of a node counts.

@@ -1,6 +1,7 @@
 """The table that the command prints: seconds of each phase by node, and how busy the engines were."""
 
 import sys
+import time
 from collections import defaultdict
 
 from rich.console import Console
@@ -26,7 +27,8 @@ def title(run: Run) -> str:
 
 
 def print_table(run: Run) -> None:
-    """Print a row per node: seconds of a step by phase, as means over ranks, and what its engines did."""
+    """Print a row per node: seconds of a step by phase, as means over ranks, and what its engines did; then the agents
+    that joined or left."""
     rows = []
     for node in run.nodes:
         ranks = run.of(node, "rank")
@@ -42,6 +44,9 @@ def print_table(run: Run) -> None:
         title(run), ("node", *phases, "engines busy", "swaps", "restarts"), rows, justify="right"
     )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
+    marks = [mark for lane in run.lanes for mark in lane.marks if mark.kind == "agent"]
+    for mark in sorted(marks, key=lambda mark: mark.at):
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(mark.at))}: {mark.text}")
 
 
 def _engine_cells(engines: list[Lane], seconds: float) -> list[str]:

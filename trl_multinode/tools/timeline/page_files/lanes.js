@@ -1,6 +1,6 @@
 // The timeline: a lane per rank and engine, drawn for a window of time that the user moves.
 const LANE = 20, HEAD = 22, FOOT = 34, LABEL = 118, SMALL_LABEL = 84;
-const SHAPES = { swap: ["\u25bc", "swap"], lost: ["\u2716", "lost"], restart: ["\u25b2", "restart"] };
+const SHAPES = { swap: ["\u25bc", "swap"], lost: ["\u2716", "lost"], restart: ["\u25b2", "restart"], agent: ["\u25c6", "agents"] };
 
 class Lanes {
   constructor(canvas, data, phases, onWindow) {
@@ -87,7 +87,7 @@ class Lanes {
     }
     context.textAlign = "center";
     for (const [kind, at] of lane.marks) {
-      context.fillStyle = kind === "swap" ? style("--text") : style("--bad");
+      context.fillStyle = kind === "swap" || kind === "agent" ? style("--text") : style("--bad");
       context.fillText(SHAPES[kind][0], this.x(at), top + 7);
     }
   }

@@ -107,7 +107,7 @@ function fillTimeline() {
   const visible = timeline.seconds * timeline.lanes.length * 1e-4;
   legend(by("legend"), phases.filter((_, index) => seconds[index] > visible));
   const kinds = new Set(timeline.lanes.flatMap((lane) => lane.marks.map((mark) => mark[0])));
-  const names = { swap: "weights replaced in flight", lost: "engine lost", restart: "engine started again" };
+  const names = { swap: "weights replaced in flight", lost: "engine lost", restart: "engine started again", agent: "engines of an agent came or left" };
   for (const kind of kinds) by("legend").append(element("span", `${SHAPES[kind][0]} ${names[kind]}`));
   const lanes = new Lanes(by("lanes"), timeline, phases, (from, to) => {
     by("window").textContent = `${short(from + timeline.offset)} to ${short(to + timeline.offset)} s`;
