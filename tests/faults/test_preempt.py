@@ -173,7 +173,7 @@ def test_row_15_the_signal_of_the_environment_is_received_although_the_launcher_
         preemption.step = 1
         found.append(preemption.end_step(1))
         os.kill(os.getpid(), signal.SIGUSR1)
-        until(lambda: preemption._asked, "the watch thread to receive the signal")
+        until(lambda: preemption.asked, "the watch thread to receive the signal")
         found.append(preemption.end_step(2))
         watch.close()
         return [*found, signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN]

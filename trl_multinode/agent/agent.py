@@ -33,7 +33,6 @@ from ..weights.transport import Transport
 from ..wire.handshake import Pool
 from ..wire.messages import Await, Done, Drain, EngineTimes
 from ..wire.secret import pool_secret
-from ..wire.stop_signals import preempt_signals
 from .finding import notice_at
 from .leaving import Leaving
 from .member import Member
@@ -164,7 +163,6 @@ class Agent:
         """Report the engines' times to the run; return whether this agent leaves and no row is open any more."""
         if self._leaving.asked:
             member.leave(self._leaving.why())
-        # again each time, because an engine that was started again knows nothing of it
         posted = engines.post_all(Drain() if self._leaving.asked else Await(min_update=0))
         found = [reply for _, reply in answers(posted) if isinstance(reply, Done)]
         member.report_times(
@@ -255,8 +253,9 @@ def run(flags: argparse.Namespace) -> int:
     """
     try:
         leaving = Leaving(flags.logs, flags.grace)
-        _obey_signals(leaving)
+        leaving.obey_signals()
         with closing(Agent(flags, leaving)) as agent:
+            leaving.record()
             agent.serve_one()
             while not (flags.once or leaving.asked):
                 agent.serve_one()
@@ -264,23 +263,3 @@ def run(flags: argparse.Namespace) -> int:
     except (MultiNodeError, OSError) as error:
         report("\n".join([str(error), *getattr(error, "__notes__", ())]), error=True)
         return code_of(error)
-
-
-def _obey_signals(leaving: Leaving) -> None:
-    """Leave at SIGTERM; end this process at a second one, SIGINT or SIGHUP, unless it was started to ignore it."""
-    numbers = [
-        number
-        for number in (signal.SIGINT, signal.SIGALRM, *preempt_signals())
-        if signal.getsignal(number) != signal.SIG_IGN
-    ]
-
-    def stop(number: int, _: object) -> None:
-        if number == signal.SIGTERM and leaving.ask():
-            return
-        for each in numbers:  # a second one must not interrupt the end of the engines
-            signal.signal(each, signal.SIG_IGN)
-        # without rows, and after the grace, the end is in order too
-        raise SystemExit(0 if number in (signal.SIGTERM, signal.SIGALRM) else 128 + number)
-
-    for number in numbers:
-        signal.signal(number, stop)

@@ -75,7 +75,8 @@ class Member(Background):
     def serve(self, sockets: Sequence[Path]) -> None:
         """Serve rows of the engines with these sockets from now on, and let node 0 know it."""
         self._services.update(row_services(sockets))
-        self._beat = Beat(Serve(self._port.address, len(sockets)))
+        serve = Serve(self._port.address, len(sockets))
+        self._beat = msgspec.structs.replace(self._beat, serve=serve)
 
     def report_times(self, times: EngineTimes) -> None:
         """Let node 0 know how long the engines have been busy so far."""

@@ -189,8 +189,8 @@ class Agents:
             await exchange(stream, Beat, hear, self._limit_s)
         finally:
             self._taken.remove(number)
-            if self.times.pop(number, None) is not None:
-                self._changed(number, None, "has left")
+            self.times.pop(number, None)
+            self._changed(number, None, "has left")
 
     def _number_for(self, wanted: int) -> int:
         """Return the number that an agent had, so that its engines go on with their seeds, or else the lowest one."""

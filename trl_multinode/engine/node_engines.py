@@ -126,8 +126,11 @@ class NodeEngines(EngineGroup):
             except EngineError as error:  # it has ended again
                 client.lose(error)
 
-    def join(self, place: EnginePlace) -> None:
-        """Connect to an engine that an agent offers. Only the thread that uses the connections calls it."""
+    def join(self, place: EnginePlace) -> bool:
+        """Connect to an engine that an agent offers, and return whether it answers.
+
+        Only the thread that uses the connections calls it.
+        """
         # the index of one that has left
         free = [one.index for one in self if one.place.is_of_agent and one.has_ended]
         index = free[0] if free else len(self)
@@ -135,6 +138,8 @@ class NodeEngines(EngineGroup):
             self[index : index + 1] = [self._connect(place, index, timeout_s=CONNECT_AGAIN_S)]
         except (EngineError, ConfigurationError) as error:  # it has left, or belongs to another run
             report(f"an engine of an agent is left out: {error}")
+            return False
+        return True
 
     def leave_out(self, serving: Collection[int]) -> None:
         """Send no new rows to engines of agents other than these. Any thread calls it."""

@@ -306,16 +306,16 @@ class RequestStream:
             return None
         lane = self._lanes[client.index]
         number = reply.request_id
-        if isinstance(reply, Failure) and reply.error == EngineLeavingError.__name__:
-            client.leaves = True
-            self._waiting.appendleft(self._closed(lane, number))
-            return None
         if (peeking := lane.peeks.pop(number, None)) is not None:
             peeking.add(self._rows_so_far(client, client.checked(reply)))
             return None
         if number not in lane.open:
             # another part of the rank has asked for it, or a call that has failed
             client.keep(reply)
+            return None
+        if isinstance(reply, Failure) and reply.error == EngineLeavingError.__name__:
+            client.leaves = True
+            self._waiting.appendleft(self._closed(lane, number))
             return None
         client.checked(reply)  # before the request is closed: a lost one begins again
         request = self._closed(lane, number)

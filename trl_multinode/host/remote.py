@@ -54,6 +54,7 @@ class RemoteEngines:
         self._port: NodePort | None = None
         self._agents: Agents | None = None  # in the process with rank 0
         self._newest = Members()  # there
+        self._agreed = 0  # number of the last membership in a meeting
         self._notice = Notice("", [])
         self.members = Members()
         # clock and filled seconds of the agents' engines at the last look
@@ -80,6 +81,7 @@ class RemoteEngines:
         if rank.has_agents and topology.rank == 0:
             folder = self._fleet.folder / "model_of_agents"
             write_model(folder)
+            self._store_of_port = connect_store(topology, rank.watch.run)
             services[AGENTS] = self._agents = Agents(
                 start_of(settings, folder, topology.world_size),
                 topology.num_nodes,
@@ -123,7 +125,7 @@ class RemoteEngines:
             serving[number] = serve
         if serving != self._newest.serving:
             members = Members(self._newest.number + 1, serving)
-            store = connect_store(rank.topology, rank.watch.run)
+            store = self._store_of_port
             store.set(f"{MEMBERS}/{members.number}", msgspec.json.encode(members).decode())
             store.set(MEMBERS, str(members.number))
             store.check([MEMBERS])  # `set` has no reply
@@ -140,7 +142,7 @@ class RemoteEngines:
     def news(self) -> list[str]:
         """Return the word with which rank 0 brings a new membership to a meeting, if there is one."""
         number = self._newest.number
-        return [f"{MEMBERS}/{number}"] if number > self.members.number else []
+        return [f"{MEMBERS}/{number}"] if number > self._agreed else []
 
     def follow(self, key: str = "") -> list[EnginePlace]:
         """Follow the membership with this key, by default the newest one. Main thread.
@@ -149,11 +151,18 @@ class RemoteEngines:
             `list[EnginePlace]`: engines that have joined since the last call.
         """
         store = self._rank.store
-        if not key:
-            if not store.check([MEMBERS]):
-                return []
+        if key:
+            self._agreed = int(key.removeprefix(f"{MEMBERS}/"))
+        elif store.check([MEMBERS]):
             key = f"{MEMBERS}/{store.get(MEMBERS).decode()}"
-        before, self.members = self.members, msgspec.json.decode(store.get(key), type=Members)
+        else:
+            return []
+        members = msgspec.json.decode(store.get(key), type=Members)
+        if (
+            members.number < self.members.number
+        ):  # this rank followed a newer one between two meetings
+            return []
+        before, self.members = self.members, members
         pool, node, found = pool_of(store), self._rank.topology.node, []
         for number, serve in self.members.serving.items():
             if before.serving.get(number) == serve:
@@ -164,6 +173,10 @@ class RemoteEngines:
                 connect = partial(connect_rows, address, index, node, pool, log)
                 found.append(EnginePlace(number, index, connect, is_of_agent=True))
         return found
+
+    def forget(self, number: int) -> None:
+        """Take an agent for one that has not joined, because this rank has no connection to it."""
+        self.members.serving.pop(number, None)
 
     def take_filled(self) -> float | None:
         """Return the share of the slots of the agents' engines in which rows ran since the last call. Rank 0 calls it.

@@ -254,7 +254,11 @@ class Updates:
     def find_agents(self) -> bool:
         """Follow the newest membership between two meetings, for a rank that has no engine left; return whether
         engines have joined. Main thread."""
-        return self._rank.has_agents and self._follow()
+        if not self._rank.has_agents or self.engines is None:
+            return False
+        for client in self.engines.lost:
+            self.remote.forget(client.place.node)
+        return self._follow()
 
     def _follow(self, key: str = "") -> bool:
         """Connect to engines that have joined, and send no new rows to those that leave. Main thread."""
@@ -263,7 +267,8 @@ class Updates:
             engines.leave_out(self.remote.members.serving)
         if self.engines is not None:
             for place in joined:
-                self.engines.join(place)
+                if not self.engines.join(place):
+                    self.remote.forget(place.node)
         if joined and self.ahead_engines is not None:
             self.ahead_engines.renew_later((), joined)
         return bool(joined)
@@ -278,7 +283,9 @@ class Updates:
             return
         reported = time.monotonic()
         with self._rank.phases("restart"):
-            while (serving := self.remote.num_serving) < wanted:
+            # a checkpoint at the end of this step, with the engines that are left, is worth more
+            preempted = self._agreement.preemption
+            while not preempted.asked and (serving := self.remote.num_serving) < wanted:
                 if time.monotonic() - reported > PROGRESS_EVERY_S:
                     reported = time.monotonic()
                     self._rank.report(f"{serving} of {wanted} engines serve (`min_engines`)")

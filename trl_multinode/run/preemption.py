@@ -109,7 +109,7 @@ class Preemption:
         self.leaves = False  # whether the ranks leave as soon as the checkpoint is saved
         # optimizer step under way, counted from 1; 0 outside of training, where a signal ends the run at once
         self.step = 0
-        self._asked = False
+        self.asked = False  # whether this rank has a signal
         self._decided = False
         self._deadline = float("inf")
         if topology.launched and topology.is_local_main and launcher_would_end(os.getppid()):
@@ -131,12 +131,12 @@ class Preemption:
         if stop not in preempt_signals() or self.step == 0:
             return False
         grace = grace_after(stop, self._grace_s)
-        if not self._asked and self._watch.store.is_first("preempted"):
+        if not self.asked and self._watch.store.is_first("preempted"):
             report(
                 f"{self._topology}: received {stop.name}. A checkpoint follows at the end of step {self.step}, then "
                 f"all ranks leave with code {PREEMPTED}; {grace:.0f} s are left for that"
             )
-        self._asked = True
+        self.asked = True
         deadline = time.monotonic() + grace
         if deadline < self._deadline:
             self._deadline = deadline
@@ -147,7 +147,7 @@ class Preemption:
 
     def publish(self, store: Store) -> None:
         """Decide for the first step whose end no rank has reached, if this rank has a signal."""
-        if not self._asked or self._decided:
+        if not self.asked or self._decided:
             return
         for step in (self.step, self.step + 1):  # the others may be one step ahead, and not more
             # rank 0 has deleted the key of an older step, and the request would make it anew
@@ -182,7 +182,7 @@ class Preemption:
 
     def end_step(self, step: int) -> bool:
         """Return whether the run is pre-empted at the end of `step`; the same on all ranks. Every rank calls it."""
-        return self.decision.read(step, asks=self._asked)
+        return self.decision.read(step, asks=self.asked)
 
     def leave(self, checkpoint: str) -> NoReturn:
         """End the script with code 143, after the checkpoint is whole. Every rank calls it.

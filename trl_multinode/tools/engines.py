@@ -1,6 +1,8 @@
 """`trl-multinode engines`: engines on this node for a run on other nodes."""
 
+import argparse
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ConfigurationError
@@ -44,7 +46,7 @@ def main(argv: list[str]) -> int:
     add("--once", action="store_true", help="end after one run")
     add(
         "--grace",
-        type=float,
+        type=seconds,
         default=GRACE_S,
         metavar="SECONDS",
         help="for open rows when it leaves; the rest begins again elsewhere (default: %(default).0f)",
@@ -69,6 +71,14 @@ def main(argv: list[str]) -> int:
 
     del os.environ["TORCH_CPP_LOG_LEVEL"]
     return run(flags)
+
+
+def seconds(text: str) -> float:
+    """Return a number above 0, for a parser."""
+    with suppress(ValueError):
+        if 0 < float(text) < 86400:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"got {text}, expected seconds above 0, a day at most")
 
 
 def address(text: str) -> tuple[str, int]:

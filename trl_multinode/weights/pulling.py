@@ -173,8 +173,8 @@ class PulledUpdates(SlotUpdates):
                 Limit for a newer update to appear, in seconds. The pull itself has none, but its bytes must arrive.
 
         Returns:
-            `WeightVersion`, *optional*: `None` if there is no newer update in time, or if the nodes are writing the
-            next one.
+            `WeightVersion`, *optional*: `None` if there is no newer update in time, if the nodes are writing the
+            next one, or if later ones have overtaken all pulls until then.
 
         Raises:
             `PeerFailureError`: if a training node has ended or is silent; the message names it.
@@ -196,6 +196,8 @@ class PulledUpdates(SlotUpdates):
             if is_whole:
                 break
             self._count_overtaken(news.version, pull_s)
+            if time.monotonic() > deadline:
+                return None
         self._num_overtaken = 0
         self.in_flight, self.recompute_kv = news.in_flight, news.recompute_kv
         same = [old == new for old, new in zip(self._loaded, news.updates, strict=False)]
@@ -239,7 +241,11 @@ class PulledUpdates(SlotUpdates):
                     own.mark(bucket, updates[bucket])
 
         with ThreadPoolExecutor(len(nodes), thread_name_prefix="weight pull") as threads:
-            list(threads.map(pull_from, range(len(nodes))))
+            try:
+                list(threads.map(pull_from, range(len(nodes))))
+            except BaseException:  # also the end of this process by a signal
+                stop.set()
+                raise
         return not stop.is_set()
 
     def close(self) -> None:
