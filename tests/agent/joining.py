@@ -76,7 +76,10 @@ class Run:
         serve = self.serving[number]
         places = [
             EnginePlace(
-                number, index, partial(connect_rows, serve.address, index, 0, self.pool, load)
+                number,
+                index,
+                partial(connect_rows, serve.address, index, 0, self.pool, load),
+                is_of_agent=True,
             )
             for index in range(serve.engines)
         ]

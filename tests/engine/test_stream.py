@@ -24,7 +24,7 @@ from trl_multinode.engine.node_engines import NodeEngines, local_places
 from trl_multinode.engine.process import EngineProcess
 from trl_multinode.engine.stream import Request, RequestStream
 from trl_multinode.errors import EngineDiedError, EngineStalledError
-from trl_multinode.wire.messages import Done, Drain, Generate, pack_ids
+from trl_multinode.wire.messages import Await, Done, Drain, Generate, pack_ids
 
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 
@@ -325,6 +325,7 @@ def test_an_engine_that_drains_ends_its_rows_and_gets_no_new_ones(tmp_path):
             stream.add(first)
             stream.poll(0.1)
             assert stream.rows_under_way == 4
+            until(lambda: owner[0].ask(Await(min_update=0)).num_open == 2, "its rows")
             reply = owner[0].ask(Drain())
             assert isinstance(reply, Done) and reply.num_open == 2
             stream.add(later)

@@ -132,6 +132,7 @@ def test_rank_0_publishes_the_measure_of_each_log(number):
         num_serving=7, take_filled=lambda: 0.4, publish=published.append
     )
     one.host.rank.has_agents = True
+    one.begin_step(0)
     found = one.metrics(SyncTimings(), steps_left=9)
     assert ("pool/engines" in found) == (number == 0)
     if number == 0:
