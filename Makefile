@@ -86,6 +86,7 @@ bench: setup
 	python benchmarks/scaling.py
 	python benchmarks/balance.py
 	python benchmarks/training.py
+	python benchmarks/autoscale.py
 	python benchmarks/learning.py
 	python benchmarks/scoring.py
 	python benchmarks/dynamic_sampling.py

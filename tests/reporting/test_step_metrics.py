@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from places import topology_on
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
+from trl_multinode.engine.agents import Members
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.reporting import steps
 from trl_multinode.reporting.flops import ModelFlops, model_flops, peak_flops, peak_of
@@ -129,7 +130,7 @@ def test_rank_0_publishes_the_measure_of_each_log(number):
     one = report(OneRank(), rank=number)
     published = []
     one.host.updates.remote = SimpleNamespace(
-        num_serving=7, take_filled=lambda: 0.4, publish=published.append
+        num_serving=7, take_filled=lambda: 0.4, publish=published.append, members=Members(3)
     )
     one.host.rank.has_agents = True
     one.begin_step(0)
@@ -137,6 +138,7 @@ def test_rank_0_publishes_the_measure_of_each_log(number):
     assert ("pool/engines" in found) == (number == 0)
     if number == 0:
         (measure,) = published
+        assert found["pool/number"] == 3
         assert (measure.step, measure.engines) == (1, 7) == (one.host.at, found["pool/engines"])
         assert (measure.filled, measure.waiting) == (found["pool/filled"], found["pool/waiting"])
     one.host.rank.has_agents = False
@@ -423,7 +425,7 @@ def logged(num_nodes: int = 2, ranks_per_node: int = 2) -> dict[str, float]:
     ranks = [rank()] * (num_nodes * ranks_per_node)
     found = step_metrics(ranks, 1, shape) | {"perf/eta_s": 1.0, "sync/host_device_mib": 1.0}
     found |= summarize_rounds([one.rounds for one in ranks], [1.0] * len(ranks))
-    found |= dict.fromkeys(("pool/engines", "pool/filled", "pool/waiting"), 1.0)
+    found |= dict.fromkeys(("pool/number", "pool/engines", "pool/filled", "pool/waiting"), 1.0)
     return found | sync_metrics(SyncTimings(), [one.stages for one in ranks], topology)
 
 

@@ -8,11 +8,12 @@ from ..engine.agents import Measure
 WAITING = 0.1
 # Share of the slots above which engines count as filled. Waits with slots left are those for the last long rows, which
 # more engines do not shorten. The windows of `EngineSettings` let rows take two thirds to three quarters of all slots.
-# With `max_staleness=0` engines are idle while ranks train: generation then takes more than this share of a step.
-FILLED = 0.6
+# With `max_staleness=0` engines are idle while ranks train: generation then takes more than half of a step, and GPUs
+# that generate are as useful as GPUs that train if both take a half.
+FILLED = 0.5
 # Share of the slots of the other engines that rows may take after an engine has left. It is below `FILLED`, so that no
 # load makes the number swing: after a change in one direction, the condition of the other one does not hold.
-TAKEN_OVER = 0.55
+TAKEN_OVER = 0.45
 # Intervals of the log whose mean decides, all of them after the last change
 INTERVALS = 2
 # After which a change counts as done although the run does not show it: the scheduler has no place, or another engine

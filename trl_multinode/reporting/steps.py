@@ -149,14 +149,11 @@ class StepReport:
         remote, own = host.updates.remote, sum(node.engines for node in host.topology.nodes)
         engines = remote.num_serving
         measure = pool_measure(ranks, host.step(), own, engines, remote.take_filled())
+        found = {"pool/number": remote.members.number, "pool/engines": engines}
         if measure is None:
-            return {"pool/engines": engines}
+            return found
         remote.publish(measure)
-        return {
-            "pool/engines": engines,
-            "pool/filled": measure.filled,
-            "pool/waiting": measure.waiting,
-        }
+        return {**found, "pool/filled": measure.filled, "pool/waiting": measure.waiting}
 
     def _eta(self, ranks: list[RankNumbers], steps: int, steps_left: int) -> dict[str, float]:
         """Return the seconds until the last step at the mean speed since the first log."""
