@@ -59,6 +59,7 @@ LIBRARIES = {
         "tools": "lazily",
         "weights": "lazily",
     },
+    "ray": {"agent": ""},
     "accelerate": {"tools": ""},  # elsewhere it is TRL's accelerator
     "vllm": {"engine_process": "lazily", "vllm_worker": ""},
     "deepspeed": {"weights": "lazily"},
@@ -185,6 +186,15 @@ def test_a_library_is_imported_only_where_it_may():
             elif uses and how == "lazily" and uses != {True}:
                 wrong.append(f"{module} imports {library} outside functions")
     assert not wrong
+
+
+def test_ray_is_imported_by_one_file_and_only_when_it_is_asked_for():
+    chain = ("ray", "agent.ray_cluster"), ("trl_multinode.agent.ray_cluster", "agent.ray_engines")
+    for name, user in chain:
+        assert [m for m in MODULES if any(belongs(n, name) for n, _ in imported(m))] == [user]
+    driver = "trl_multinode.agent.ray_engines"
+    uses = {(m, how) for m in MODULES for name, how in imported(m) if belongs(name, driver)}
+    assert uses == {("tools.engines", True)}
 
 
 def test_collectives_are_called_where_the_table_says():

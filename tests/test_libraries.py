@@ -288,7 +288,8 @@ def imported_libraries() -> set[str]:
 
 
 def test_every_imported_library_is_declared():
-    lines = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["gpu"]]
+    extras = PROJECT["optional-dependencies"]
+    lines = [*PROJECT["dependencies"], *extras["gpu"], *extras["ray"]]
     declared = {Requirement(line).name.lower() for line in lines}
     # vLLM requires pillow, and only an engine's process imports it; a tracker is there if `report_to` names it
     declared |= {"pillow", "trackio", "wandb"}

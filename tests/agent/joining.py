@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +21,7 @@ from multinode_kit.engines import SyncDriver
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.agent import agent as module
 from trl_multinode.agent import finding
-from trl_multinode.engine.agents import AGENTS, POOL_KEY, Agents, Notice, Serve, start_of
+from trl_multinode.engine.agents import AGENTS, POOL_KEY, Agents, Measure, Notice, Serve, start_of
 from trl_multinode.engine.node_engines import EnginePlace, NodeEngines
 from trl_multinode.engine.node_port import pool_of_run
 from trl_multinode.engine.remote_rows import connect_rows
@@ -30,7 +30,7 @@ from trl_multinode.node_settings import NodeSettings
 from trl_multinode.run.topology import EngineDevices, Topology
 from trl_multinode.tools import main
 from trl_multinode.wire.handshake import Pool
-from trl_multinode.wire.port import Port
+from trl_multinode.wire.port import Port, Service
 
 NODES = 2  # training nodes of the run
 ON_CPU = EngineDevices(((),), shared_with_training=False)
@@ -57,6 +57,8 @@ class Run:
     serving: dict[int, Serve] = field(default_factory=dict)  # by number
     left: list[int] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    # writes the notice of the run, with its measure
+    announce: Callable[[Measure | None], None] = lambda measure: None
 
     def changed(self, number: int, serve: Serve | None, text: str) -> None:
         self.lines.append(f"{number} {text}")
@@ -93,9 +95,10 @@ def run_of(
     settings: EngineSettings | None = None,
     name: str = "run-1",
     limit_s: float = 30.0,
+    services: Mapping[str, Service] | None = None,
     **identity: str,
 ) -> Iterator[Run]:
-    """Open the port of node 0 for agents, and write the notice of the run."""
+    """Open the port of node 0 for agents and with further services, and write the notice of the run."""
     model_folder = folder / f"model-{name}"
     save_without_weights(tiny_qwen2(), tiny_tokenizer(), model_folder)
     start = start_of(settings or settings_of(), model_folder, ranks=2)
@@ -107,10 +110,19 @@ def run_of(
         lambda number, serve, text: run.changed(number, serve, text),
         limit_s,
     )
-    port = Port("127.0.0.1", 0, pool, {AGENTS: service}, lambda line: run.lines.append(line))
+    port = Port(
+        "127.0.0.1",
+        0,
+        pool,
+        {AGENTS: service, **(services or {})},
+        lambda line: run.lines.append(line),
+    )
     run = Run(port, pool)
     with running(port.serve()):
-        store.set(POOL_KEY, msgspec.json.encode(Notice(name, [port.address])).decode())
+        run.announce = lambda measure: store.set(
+            POOL_KEY, msgspec.json.encode(Notice(name, [port.address], measure)).decode()
+        )
+        run.announce(None)
         yield run
 
 

@@ -223,6 +223,13 @@ ELSEWHERE = {
         "weights/peft_source.py: check_layer",
         "weights/tying.py: check_tied_head",
     ],
+    "agents of this machine, a cluster of Ray and its nodes": [
+        "agent/leaving.py: ask_to_leave",
+        "agent/leaving.py: record",
+        "agent/ray_cluster.py: __init__",
+        "agent/ray_engines.py: _join",
+        "agent/ray_engines.py: _scale",
+    ],
     "devices, packages or engines of a node, which `doctor` examines": [
         "engine/settings.py: check_vllm",
         "rollouts/requests.py: check_logprobs",

@@ -32,7 +32,9 @@ from ..weights.pulling import PulledUpdates
 from ..weights.transport import Transport
 from ..wire.handshake import Pool
 from ..wire.messages import Await, Done, Drain, EngineTimes
+from ..wire.process_end import end_with_parent
 from ..wire.secret import pool_secret
+from ..wire.stop_signals import preempt_signals
 from .finding import notice_at
 from .leaving import Leaving
 from .member import Member
@@ -245,12 +247,15 @@ def run(flags: argparse.Namespace) -> int:
 
     Args:
         flags (`argparse.Namespace`):
-            Flags as for [`Agent`], and `once`: return after one run.
+            Flags as for [`Agent`]; `once`: return after one run; `parent`: pid of the actor that has started this
+            process, or `None`.
 
     Returns:
         `int`: 0 after one run, or if this agent has left in order, else the code of the error
             (`run/endings/exit_codes.py`).
     """
+    if flags.parent is not None:
+        _begin_below(flags.parent)
     try:
         leaving = Leaving(flags.logs, flags.grace)
         leaving.obey_signals()
@@ -263,3 +268,15 @@ def run(flags: argparse.Namespace) -> int:
     except (MultiNodeError, OSError) as error:
         report("\n".join([str(error), *getattr(error, "__notes__", ())]), error=True)
         return code_of(error)
+
+
+def _begin_below(actor: int) -> None:
+    """Undo what this process has inherited from an actor of Ray, and end with the actor.
+
+    Ray blocks SIGINT in its processes, and `nohup ray start` lets them ignore SIGHUP. This process is killed with the
+    actor, and its engines end with it, because Ray may then give the GPUs to another actor.
+    """
+    for number in (signal.SIGINT, *preempt_signals()):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    end_with_parent(actor, signal.SIGKILL)

@@ -52,8 +52,24 @@ def main(argv: list[str]) -> int:
         help="for open rows when it leaves; the rest begins again elsewhere (default: %(default).0f)",
     )
     add("--why", default="", metavar="TEXT", help="reason to join or leave, for the log of the run")
+    add(
+        "--ray",
+        action="store_true",
+        help="keep engines on the Ray cluster of RAY_ADDRESS instead, each with --tp GPUs (default: 1)",
+    )
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument("--engines", type=positive, help="engines with --ray (default: 1)")
+    number.add_argument(
+        "--autoscale",
+        type=bounds,
+        metavar="MIN:MAX",
+        help="bounds of their number, which then follows the measure of the run",
+    )
+    # pid of the actor of Ray that has started this process
+    add("--parent", type=int, help=argparse.SUPPRESS)
     try:
         flags = parser.parse_args(argv)
+        _check_places(parser, flags)
     except SystemExit as end:
         return CONFIGURATION if end.code else 0
     if flags.leave:
@@ -67,10 +83,23 @@ def main(argv: list[str]) -> int:
         return 0
     # torch's client of the store prints a trace for each attempt to connect; torch reads this when it is imported
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
-    from ..agent.agent import run
+    if flags.ray:
+        from ..agent.ray_engines import run
+    else:
+        from ..agent.agent import run
 
     del os.environ["TORCH_CPP_LOG_LEVEL"]
     return run(flags)
+
+
+def _check_places(parser: Parser, flags: argparse.Namespace) -> None:
+    """End with an error if a flag is for engines of this node, and another one for those of a cluster."""
+    if flags.ray and (flags.engine_gpus is not None or flags.num_engines is not None):
+        parser.error(
+            "--engine_gpus and --num_engines choose GPUs of this node, and with --ray Ray chooses them"
+        )
+    if (flags.engines or flags.autoscale) and not flags.ray:
+        parser.error("--engines and --autoscale need --ray; on this node use --num_engines")
 
 
 def seconds(text: str) -> float:
@@ -86,3 +115,11 @@ def address(text: str) -> tuple[str, int]:
     read = matching(r"(\[[^\]]+\]|[^:\[]+)(?::(\d{1,5}))?", "HOST or HOST:PORT")
     host, port = read(text)
     return host.strip("[]"), int(port or DEFAULT_PORT)
+
+
+def bounds(text: str) -> tuple[int, int]:
+    """Return the bounds of a number, for a parser."""
+    least, most = map(positive, matching(r"(\d+):(\d+)", "MIN:MAX, as in 1:8")(text))
+    if least > most:
+        raise argparse.ArgumentTypeError(f"got {text}, expected MIN:MAX, as in 1:8")
+    return least, most
