@@ -93,9 +93,10 @@ class Updates:
     def _restarting(self) -> str:
         starting = self._fleet.restarts.state() if self._fleet.restarts is not None else ""
         wanted = self._rank.settings.min_engines or 0
-        if starting or self._rank.topology.rank or self.remote.num_serving >= wanted:
+        if starting or not wanted or self._rank.topology.rank:
             return starting
-        return f"{self.remote.num_serving} of {wanted} engines serve"
+        serving = self.remote.num_serving
+        return f"{serving} of {wanted} engines serve" if serving < wanted else ""
 
     def _buckets_gathered(self) -> str:
         sync = self._sync
