@@ -34,6 +34,7 @@ from trl_multinode.errors import ConfigurationError
 from trl_multinode.run.endings.exit_codes import CONFIGURATION, ENGINE
 from trl_multinode.tools import main
 from trl_multinode.tools.launch.attendance import State, encode
+from trl_multinode.wire.messages import Await, Done
 from trl_multinode.wire.secret import SECRET, SECRET_FILE
 from trl_multinode.wire.supervisor import is_running
 
@@ -324,6 +325,9 @@ def open_rows(run, number: int, load: Path, max_tokens: int):
         stream.add([Request(prompt, 1, seed=1, min_update=1) for prompt in PROMPTS])
         stream.poll(0.1)
         assert stream.rows_under_way == len(PROMPTS)
+        # on their connection, so that the engine has them before it is asked to take no more
+        reply = engines[0].ask(Await(min_update=0))
+        assert isinstance(reply, Done) and reply.num_open == len(PROMPTS)
         yield stream
 
 
