@@ -110,9 +110,10 @@ def test_row_38_a_real_engine_is_reached_by_no_other_host_and_leaves_nothing(
     ]
     if end == "kill":
         left = node.left()
-        assert [name for name in left if name.startswith("psm_")] and [
-            name for name in left if "-cpushm_" in name
-        ]
+        assert [name for name in left if name.startswith("psm_")]
+        # vLLM's collectives in shared memory are in its build for AVX-512 only
+        has_collectives = "avx512f" in Path("/proc/cpuinfo").read_text()
+        assert has_collectives == any("-cpushm_" in name for name in left)
         (removed,) = node.clean()
         assert removed.endswith("bytes  removed")
     assert node.left() == []
