@@ -22,11 +22,13 @@ pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 RANKS = [2, 1]
 WITHOUT = {"ENGINES_OF_NODES": "00", "REMOTE_ENGINES": "1", **SECRET_OF_TESTS}
 # nodes with engines of their own, and agents that relieve them
-BESIDE = WITHOUT | {"ENGINES_OF_NODES": "11"}
+BESIDE = WITHOUT | {"ENGINES_OF_NODES": "11", "REMOTE_ENGINES": "2"}
+# the run waits for no agent, and lasts longer than one needs to start
+SLOW = Faults().slow_tokens(0.02).environment(FAKE)
 RELIEVED = {
     "name": "relieved",
     "output": "relieved",
-    "prompts": 84,
+    "prompts": 126,
     "num_train_epochs": 1,
     "max_completion_length": 128,
     # the engines of the nodes are always full
@@ -118,15 +120,16 @@ def test_rows_in_flight_go_on_when_an_agent_is_killed_and_another_one_has_joined
 @pytest.mark.nightly
 def test_rows_go_on_when_an_agent_is_killed_in_a_swap_and_another_one_is_frozen(tmp_path):
     """The nodes have engines of their own, which are full. Every id is trained once, with rows of all engines."""
-    engine = Faults().slow_tokens(0.005).environment(FAKE)
-    with_own = engine | BESIDE | {"REMOTE_ENGINES": "4"}
-    with Nodes(2, RANKS, folder=tmp_path, env=with_own, forked=True) as nodes:
+    engine = SLOW
+    with Nodes(2, RANKS, folder=tmp_path, env=engine | BESIDE, forked=True) as nodes:
         in_flight_runs.start(nodes, RELIEVED)
         with (
             running_agent(nodes, tmp_path / "first", engine) as first,
             running_agent(nodes, tmp_path / "second", engine) as second,
         ):
-            nodes.wait_for(0, "step 2/", timeout_s=HANG_S)
+            for number in (2, 3):
+                nodes.wait_for(0, f"number {number} serves with", timeout_s=HANG_S)
+            pass_steps(nodes, 1)
             (process,) = psutil.Process(first.pid).children()
             process.suspend()
             # so that an update is in the agent's slots, for which it waits for its engine
@@ -147,7 +150,7 @@ def test_rows_go_on_when_an_agent_is_killed_in_a_pull_and_another_one_is_cut_off
     """On namespaces as hosts. The nodes have engines of their own, which are full."""
     if reason := namespaces_available():
         pytest.skip(reason)
-    engine = Faults().slow_tokens(0.005).environment(FAKE)
+    engine = SLOW
     with Nodes(
         2, RANKS, folder=tmp_path, env=engine | BESIDE, forked=True, namespaces=True, more_hosts=2
     ) as nodes:
@@ -165,6 +168,8 @@ def test_rows_go_on_when_an_agent_is_killed_in_a_pull_and_another_one_is_cut_off
             until(lambda: nodes.link_bytes(pulling) > begin + 100_000, log.read_text)
             one.kill()
             pass_steps(nodes, 2)
+            nodes.wait_for(0, "serves with", timeout_s=HANG_S)
+            pass_steps(nodes, 1)
             nodes.cut_link(serving)
             in_flight_runs.end(nodes)
             assert other.poll() is None
