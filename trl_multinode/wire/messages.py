@@ -190,6 +190,32 @@ class Generate(Message, frozen=True):
     min_update: int = 0  # generation starts once this weight update has been attempted
 
 
+class Serving(msgspec.Struct, frozen=True):
+    """Settings of an engine's endpoint for agents, which all sessions share."""
+
+    tool_call_parser: str | None = None  # vLLM's name
+    reasoning_parser: str | None = None  # vLLM's name
+    chat_template_kwargs: dict = {}
+
+
+class OpenSession(Message, frozen=True):
+    """Request to serve an agent over HTTP until `CloseSession`, or the connection's end; answered by `Endpoint`."""
+
+    key: str  # the agent sends it as its API key
+    max_calls: int  # further ones are refused
+    max_tokens: int  # of a call's completion
+    sampling: dict  # keywords of vLLM's SamplingParams; they replace those of the agent
+    seed: int | None = None  # from which the seed of each call is computed
+    min_update: int = 0  # calls wait until this weight update has been attempted
+    serving: Serving = Serving()
+
+
+class CloseSession(Message, frozen=True):
+    """Request to cancel the open calls of a session and to refuse further ones; answered by `Calls`."""
+
+    key: str
+
+
 class Peek(Message, frozen=True):
     """Request for the tokens that this connection's open `Generate` requests of one completion have made so far;
     answered by `Completions` with their `request_ids`."""
@@ -289,6 +315,34 @@ class Completions(Message, frozen=True):
     rows: tuple[Completion, ...]
 
 
+class Endpoint(Message, frozen=True):
+    """Address of an engine's endpoint for agents; the answer to `OpenSession`."""
+
+    port: int  # on the loopback address
+    model: str  # name under which it serves the model
+    # why a message that comes back does not get its recorded ids; empty if it does
+    forks_because: str = ""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One call of an agent that has ended: its prompt as the engine computed it, and what it sampled."""
+
+    prompt: bytes  # int32 (P,)
+    completion: Completion
+    replaced: int = 0  # earlier messages of the prompt that got their recorded ids
+
+
+class Calls(Message, frozen=True):
+    """Calls of a session in the order of their ends; the answer to `CloseSession`."""
+
+    calls: tuple[Call, ...]
+    num_refused: int = 0  # calls that got an error for what they asked for, or were too many
+    num_cancelled: int = 0  # calls that the agent gave up, or that were open at the end
+    overridden: tuple[
+        str, ...
+    ] = ()  # sampling settings that calls had, and that the trainer's replaced
+
+
 class EngineTimes(msgspec.Struct, frozen=True):
     """Sums of seconds since an engine's start."""
 
@@ -309,7 +363,8 @@ class Done(Message, frozen=True):
     times: EngineTimes = EngineTimes()
     # greatest share of the key-value cache in use between the last two weight updates
     kv_use: float = 0.0
-    num_open: int = 0  # `Generate` requests that have no reply yet
+    num_open: int = 0  # `Generate` requests and calls of agents that have no reply yet
+    tokens: int = 0  # completion tokens since the engine's start
 
 
 class Failure(Message, frozen=True):
@@ -320,8 +375,17 @@ class Failure(Message, frozen=True):
 
 
 RowRequest = Hello | Await | Peek | Generate | Score  # what a rank of another node may send
-Request = RowRequest | Drain | OpenSlots | CheckSlot | UpdateWeights | Shutdown
-Reply = Ready | Progress | Completions | Done | Failure
+Request = (
+    RowRequest
+    | OpenSession
+    | CloseSession
+    | Drain
+    | OpenSlots
+    | CheckSlot
+    | UpdateWeights
+    | Shutdown
+)
+Reply = Ready | Progress | Completions | Endpoint | Calls | Done | Failure
 
 
 def pack_ids(ids: Sequence[int] | np.ndarray) -> bytes:
