@@ -22,6 +22,7 @@ from .run.watch.early import start as _start_watch
 if TYPE_CHECKING:
     from .config import MultiNodeGRPOConfig
     from .config import MultiNodeGRPOConfig as GRPOConfig
+    from .sessions.harness import Harness, Session
     from .trainer import MultiNodeGRPOTrainer
     from .trainer import MultiNodeGRPOTrainer as GRPOTrainer
     from .trainers import (
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from .trainers import MultiNodeRLOOTrainer as RLOOTrainer
 
     __all__ = [
-        "GRPOConfig", "GRPOTrainer", "MultiNodeGRPOConfig", "MultiNodeGRPOTrainer",
+        "GRPOConfig", "GRPOTrainer", "MultiNodeGRPOConfig", "MultiNodeGRPOTrainer", "Harness", "Session",
         "RLOOConfig", "RLOOTrainer", "MultiNodeRLOOConfig", "MultiNodeRLOOTrainer",
         "DistillationConfig", "DistillationTrainer", "MultiNodeDistillationConfig", "MultiNodeDistillationTrainer",
     ]  # fmt: skip
@@ -61,6 +62,8 @@ _HOMES = {"GRPOConfig": "config", "GRPOTrainer": "trainer"} | {
     for kind in ("Config", "Trainer")
 }
 
+_OF_AGENTS = ("Harness", "Session")  # classes without TRL's counterpart
+
 # TRL's experimental trainers that start or drive vLLM themselves -> their folder; docs/use/trainers.md has the reasons
 _OWN_VLLM = {
     "OnlineDPO": "online_dpo",
@@ -81,6 +84,8 @@ def __getattr__(name: str) -> Any:
     own = name.removeprefix("MultiNode")
     if own in _HOMES:
         return _load(f".{_HOMES[own]}", f"MultiNode{own}", name)
+    if name in _OF_AGENTS:
+        return _load(".sessions.harness", name, name)
     if (name.startswith("_") and name != "__all__") or find_spec(f"{__name__}.{name}") is not None:
         # a tool's probe, or a module of ours that is not imported yet: neither may load TRL
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -137,4 +142,5 @@ def _report_without_node_mode(name: str) -> None:
 
 
 def __dir__() -> list[str]:
-    return sorted({*_HOMES, *(f"MultiNode{name}" for name in _HOMES), *__getattr__("__all__")})
+    own = {*_HOMES, *(f"MultiNode{name}" for name in _HOMES), *_OF_AGENTS}
+    return sorted({*own, *__getattr__("__all__")})

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Training
 from .deepspeed_values import check_deepspeed_values
 from .engine.settings import engine_dtype
 from .errors import ConfigurationError
-from .images import has_index, image_flags, shards_weights
+from .images import has_index, image_flags, may_have_images, shards_weights
 from .model_layers import layers_of
 from .node_settings import NodeSettings, check_settings, ignored_settings, uses_fsdp, zero_stage
 from .rollouts.scoring import COSINE, NEED_MAIN_THREAD, is_of_trl
@@ -249,6 +249,25 @@ def check_in_flight(args: TrainingArguments, dataset: Any) -> None:
             got=value,
             cure="Use `max_staleness=1` without `dynamic_sampling`, ZeRO-2 or DDP, or give every row an image, such "
             "as a blank one.",
+        )
+
+
+def check_harness(host: Any, args: TrainingArguments, call: Call) -> None:
+    """Raise `ConfigurationError` if an agent that owns its loop cannot be trained with these arguments."""
+    check_session_loss(args)
+    if not host.rank.has_engines:
+        raise ConfigurationError(
+            "A `harness` calls an engine over the loopback address, and this node has no engines.",
+            setting="harness",
+            got=0,
+            node=host.topology.node,
+            cure="Reserve a device for an engine on every node (docs/operate/sizing.md).",
+        )
+    if may_have_images(call.get("train_dataset"), True):
+        raise ConfigurationError(
+            "The dataset has images, and sessions of a `harness` are trained on text only.",
+            setting="train_dataset",
+            cure="Drop the columns `image` and `images`, or use an `environment_factory`.",
         )
 
 

@@ -297,6 +297,9 @@ def add_functions(facts: Facts, call: Call) -> None:
         given = call.get(argument)
         one_by_one = given if isinstance(given, list | tuple) else [given]
         facts.add(f"`{argument}`", [name_of(one) for one in one_by_one])
+    if (harness := getattr(call.get("rollout_func"), "harness", None)) is not None:
+        limits = {one.name: getattr(harness, one.name) for one in fields(harness)}
+        facts.add("limits and parsers of `harness`", {**limits, "run": harness.name})
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------

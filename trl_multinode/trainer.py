@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from trl import GRPOTrainer
+from trl.data_utils import is_conversational
 
 from .batches.microbatches import BalancedGRPOTrainer
 from .batches.own_loss import LOSSES, RatioCheck, owner_of
+from .batches.session_rows import part_tensor
+from .call_checks import check_harness
 from .config import MultiNodeGRPOConfig
 from .errors import ConfigurationError, RolloutError
 from .host import NodeHost
@@ -22,19 +25,23 @@ from .images import (
     with_lists_of_images,
     without_empty_images,
 )
-from .node_settings import NodeSettings
-from .node_trainer import RewardedNodeTrainer
+from .node_settings import NodeSettings, is_node_mode
+from .node_trainer import RewardedNodeTrainer, bound_arguments
 from .rehearsal.rehearsal import Rehearsal
 from .rollouts.generation import Prompts
 from .rollouts.groups import Group
 from .rollouts.loss_scores import ORIGIN, LossScores, moves_the_generator
-from .rollouts.recorded import Recorded
+from .rollouts.recorded import PART, Recorded
 from .rollouts.replay import Replay
 from .rollouts.sampling_again import SamplingAgain
 from .rollouts.scoring import GroupScorer
 from .rollouts.stand_in import Ask, Recorder
 from .rollouts.tool_calls import ToolCalls, unwrapped
 from .rollouts.upcoming import Batch, UpcomingBatches
+from .sessions.harness import Harness, harness_reward
+from .sessions.rollout import COUNTS, LOGGED, TEXTS, HarnessRollout
+from .sessions.running import Sessions
+from .wire.messages import OpenSession
 
 
 class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
@@ -54,6 +61,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         args ([`MultiNodeGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
             Training arguments. A plain `GRPOConfig` keeps TRL's defaults, so node mode needs
             `use_vllm=True, vllm_mode="node"` in it.
+        harness ([`Harness`] or `Callable`, *optional*):
+            Agent that owns its loop: an async function of a [`Session`]. See docs/use/agents.md.
         **kwargs:
             Further arguments, as in TRL.
 
@@ -70,8 +79,13 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     _loss_scores: LossScores | None = None  # in the place of TRL's scoring pass
     _ratio_check: RatioCheck | None = None  # of a loss of the user's own, with rounds ahead
     _first_row = 0  # of the batch that generates, among the rows of this rank
+    _harness: HarnessRollout | None = None
+    session_inputs: Batch  # rows of the dataset for which sessions run
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, harness: Any = None, **kwargs: Any):
+        if harness is not None:
+            kwargs = with_harness(harness, bound_arguments(self._trl, self, *args, **kwargs))
+            self._harness, args = kwargs["rollout_func"], ()
         super().__init__(*args, **kwargs)
         if NodeSettings.of(self.args).rehearse_longest:
             self.add_callback(Rehearsal(self))
@@ -87,6 +101,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         self._tool_calls = ToolCalls.of(host, host.settings.tool_errors == "raise")
         self._tool_failures: list[RolloutError] = []
         host.presence.user_calls = [self._tool_calls.state, self._reward_calls.state]
+        if self._harness is not None:
+            self._open_sessions(host, self._harness)
         if self.environment_factories is not None:
             self._tool_calls.watch_environments(self)
         owner = owner_of(type(self), *LOSSES)
@@ -100,10 +116,40 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             self._scorer = (
                 GroupScorer(self, host, self._reward_calls) if host.settings.scores_groups else None
             )
-            self.vllm_generation.record(self._make_group)
+            self.vllm_generation.record(self._make_group, self._sessions_wait)
+            if self._harness is not None:
+                self._harness.sessions.on_stopped = self.vllm_generation.rounds.groups.look_again
+
+    def _open_sessions(self, host: NodeHost, harness: HarnessRollout) -> None:
+        generation = self.vllm_generation
+
+        def message() -> OpenSession:
+            return OpenSession(
+                key="",
+                max_calls=harness.harness.max_calls,
+                max_tokens=generation.max_completion_length,
+                sampling=generation.sampling,
+                min_update=generation.version.update,
+                serving=harness.harness.serving(self.chat_template_kwargs),
+            )
+
+        harness.sessions = Sessions(
+            harness.harness,
+            str(host.topology),
+            generation.engines,
+            message,
+            raises=host.settings.tool_errors == "raise",
+            returns_text=harness.returns_text,
+        )
+        host.presence.user_calls.append(harness.sessions.state)
+
+    def _sessions_wait(self) -> bool:
+        return self._harness is not None and self._harness.sessions.stopped
 
     def _check_call(self, host: NodeHost, settings: Any, call: dict[str, Any]) -> None:
         super()._check_call(host, settings, call)
+        if self._harness is not None:
+            check_harness(host, settings, call)
         if (
             host.settings.dynamic_sampling
             and (owner := owner_of(type(self), "_calculate_rewards")) is not None
@@ -120,6 +166,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     def close(self) -> None:
         if self._recorder is not None:  # after an error, threads of groups may be in tools
             self.vllm_generation.rounds.groups.forget()
+        if self._harness is not None and self.host is not None:
+            self._harness.sessions.close()
         super().close()
         if self._scorer is not None:
             self._scorer.close()
@@ -159,6 +207,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         return loss
 
     def _generate_and_score_completions(self, inputs: Batch) -> dict[str, Any]:
+        self.session_inputs = inputs
         if self.host is None:
             return super()._generate_and_score_completions(inputs)
         self._check_groups(inputs)
@@ -172,6 +221,9 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         # a `rollout_func` may generate fewer in its first call
         self.vllm_generation.seeds.num_rows = len(inputs)
         output = self._one_round(make)
+        if self.session_parts is not None:
+            output[PART] = part_tensor(self.session_parts, output["completion_ids"])
+            self.session_parts = None
         self._loss_scores.add_round(output)  # type: ignore[union-attr]
         if self.model.training:
             self._meter.add_weights(output)
@@ -210,6 +262,9 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(*args, **kwargs)
+        if self._harness is not None and self.host is not None:
+            left_out = torch.tensor(self._left_out, device=rewards.device)
+            rewards[self.accelerator.gather(left_out)] = torch.nan
         if self._again is not None and self.model.training:
             self._again.check_round(rewards)
         return rewards
@@ -223,7 +278,24 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         found = super()._generate(prompts)
         if checks and self.tools:
             check_images(self.accelerator, rows + [{"images": images} for images in found[-1]])
-        return found
+        return found if self._harness is None else self._with_sessions(prompts, found)
+
+    def _with_sessions(self, prompts: list, found: tuple) -> tuple:
+        """Take out of TRL's result what only a harness adds to it, and put its texts in."""
+        *before, completions, logprobs, fields, images, tool_images = found
+        self.session_parts = fields.pop(PART)
+        texts, counts = fields.pop(TEXTS, None), fields.pop(COUNTS)
+        self._left_out = [one["failed"] > 0 for one in counts]
+        for name in LOGGED:
+            # TRL logs their mean over all rows of all ranks
+            self._pending_metrics[f"harness/{name}"] += [float(one[name]) for one in counts]
+        if texts is not None:
+            texts = [text or "" for text in texts]
+            talks = is_conversational({"prompt": prompts[0]})
+            completions = (
+                [[{"role": "assistant", "content": text}] for text in texts] if talks else texts
+            )
+        return (*before, completions, logprobs, fields, images, tool_images)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
         self._raise_tool_failure()
@@ -322,9 +394,36 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         return None if ahead >= left - self._upcoming.place_in_window(inputs) else batch
 
 
+def with_harness(given: Any, call: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of TRL's trainer for one with a harness.
+
+    Raises:
+        `ConfigurationError`: if another kind of loop is given too.
+    """
+    if others := [
+        name for name in ("tools", "rollout_func", "environment_factory") if call.get(name)
+    ]:
+        raise ConfigurationError(
+            f"A `harness` owns its loop, so it cannot be used with {', '.join(others)}.",
+            setting="harness",
+            got=others,
+            cure="Give the harness its own tools, or leave it out.",
+        )
+    if call.get("args") is not None and not is_node_mode(call["args"]):
+        raise ConfigurationError(
+            f"A `harness` calls the engines of node mode, got vllm_mode={call['args'].vllm_mode!r}.",
+            setting="harness",
+            got=call["args"].vllm_mode,
+            cure="Set `use_vllm=True, vllm_mode='node'`.",
+        )
+    scores = call.get("reward_funcs") or harness_reward
+    rollout = HarnessRollout(Harness.of(given), returns_text=scores is not harness_reward)
+    return call | {"reward_funcs": scores, "rollout_func": rollout}
+
+
 def runs_ahead(trainer: MultiNodeGRPOTrainer, settings: NodeSettings) -> bool:
     """Return whether whole rollouts are made ahead of their round, by threads, and not by TRL in the main call."""
-    if settings.scores_groups:
+    if settings.scores_groups or trainer._harness is not None:
         return True
     if not settings.max_staleness:
         return False

@@ -226,10 +226,15 @@ class EngineClient:
 
     def check_stall(self) -> None:
         """Raise `EngineStalledError` if the engine has work and has sent no message for too long."""
-        if self.unanswered and time.monotonic() - self.last_work > self._stall_timeout_s:
+        if self.unanswered:
+            self.check_progress(self.last_work, len(self.unanswered))
+
+    def check_progress(self, since: float, num_open: int) -> None:
+        """Raise `EngineStalledError` if the engine has made no progress since a time, with so many requests open."""
+        if time.monotonic() - since > self._stall_timeout_s:
             raise EngineStalledError(
                 f"{self._where}: {self.name} made no progress for {self._stall_timeout_s:.0f} s with "
-                f"{len(self.unanswered)} requests open. Raise `engine_stall_timeout`, or see its log: "
+                f"{num_open} requests open. Raise `engine_stall_timeout`, or see its log: "
                 f"{self._connection.log_path}"
             )
 

@@ -23,6 +23,8 @@ from .stream import Request, RequestStream
 
 AGENT_POLL_S = 0.5  # between two looks for an agent, by a rank without engines
 CONNECT_AGAIN_S = 5.0  # limit for a connection to an engine that was started again and is ready
+RESERVE_S = 1.0  # limit for one to an engine that may be starting
+SESSION_TOKENS = 4096  # that a session of an agent counts in the load of its engine
 
 
 def local_places(sockets: Sequence[Path], node: int, log_folder: Path) -> list[EnginePlace]:
@@ -58,6 +60,8 @@ class NodeEngines(EngineGroup):
     Attributes:
         own (`EngineGroup`):
             Clients of the engines of this node, which come first.
+        folder (`Path`):
+            Private folder of the run on this node.
         recover (`Callable[[], None]`, *optional*):
             Function that returns when lost engines serve again. `generate` calls it when no engine is left; without it
             `generate` raises the error of the first engine that was lost.
@@ -97,6 +101,7 @@ class NodeEngines(EngineGroup):
         self._stream: RequestStream | None = None  # the open one, or that of the running `generate`
         super().__init__(map(self._connect, places, count()))
         self.own = EngineGroup(client for client in self if client.is_near)
+        self.folder = load.parent
         self._load = EngineLoad(load, max(1, len(self.own)))
 
     def indices_of(self, places: Collection[tuple[int, int]]) -> list[int]:
@@ -169,6 +174,30 @@ class NodeEngines(EngineGroup):
     def serving(self, indices: Sequence[int]) -> EngineGroup:
         """Return those of the engines `indices` that are not lost."""
         return EngineGroup(self[index] for index in indices if self[index].lost is None)
+
+    # ---- sessions of agents -----------------------------------------------------------------------------------------
+
+    def reserve(self) -> EngineClient:
+        """Return a new connection to the engine of this node with the fewest outstanding tokens. Any thread calls it.
+
+        Raises:
+            `EngineError`: if no engine of this node answers.
+        """
+        candidates = list(range(len(self.own)))
+        while True:
+            index = self._load.take(SESSION_TOKENS, candidates)
+            try:
+                return self._connect(self.own[index].place, index, timeout_s=RESERVE_S)
+            except EngineError:
+                self._load.give_back(index, SESSION_TOKENS)
+                candidates.remove(index)
+                if not candidates:
+                    raise
+
+    def release(self, client: EngineClient) -> None:
+        """Close a connection of `reserve`. Any thread calls it."""
+        self._load.give_back(client.index, SESSION_TOKENS)
+        client.close()
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 

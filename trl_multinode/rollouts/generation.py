@@ -159,9 +159,14 @@ class NodeGeneration:
             found["structured_outputs"] = {"regex": self.structured_outputs_regex}
         return found
 
-    def record(self, make: Callable[[Group, Ask], Recorded]) -> None:
-        """Let `make` produce the whole rollouts of a group in a thread of the group, from now on."""
-        groups = partial(RecordedGroups, make, lambda: self.version.update)
+    def record(
+        self,
+        make: Callable[[Group, Ask], Recorded],
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Let `make` produce the whole rollouts of a group in a thread of the group, from now on; `is_stopped` returns
+        whether one of them waits for an engine by itself."""
+        groups = partial(RecordedGroups, make, lambda: self.version.update, is_stopped)
         self.rounds = Rounds(self, self._host.settings, self._stream(), groups)
 
     def begin_round(self, mode: str, number: int) -> None:
@@ -407,6 +412,22 @@ class NodeGeneration:
         if made.rows:
             self._use(made)
         self.rounds.begin_following(self.version)
+
+    # ---- sessions of agents, in an evaluation -----------------------------------------------------------------------
+
+    def begin_sessions(self, num_rows: int) -> list[int] | None:
+        """Return the seed of each session of a round."""
+        return self.seeds.of_call([[] for _ in range(num_rows)])
+
+    def look(self) -> None:
+        """Do what sessions that wait for an engine need: meet all ranks, which send the weights to those that were
+        started again."""
+        if self.engines.recover is not None:
+            self.engines.recover()
+
+    def end_sessions(self, calls: Turn) -> None:
+        """Take the calls of a round's sessions as its completions."""
+        self.rows, self.generated = calls.rows, bool(calls.rows)
 
     def _fresh(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         """Return completions of exactly the current weights, in row order."""

@@ -183,6 +183,11 @@ class OpenGroups:
         return self._stream.rows_under_way
 
     @property
+    def stopped(self) -> bool:
+        """Return whether rows wait and no engine is left for them."""
+        return self._stream.stopped
+
+    @property
     def ids(self) -> list[GroupId]:
         """Ids of the open groups, the oldest first."""
         return list(self._open)
@@ -252,7 +257,7 @@ class OpenGroups:
             `EngineError` or `WeightVersionError`: the error that stopped the thread, if there is one.
         """
         start = time.monotonic()
-        self._changed.wait_for(lambda: self._error is not None or done() or self._stream.stopped)
+        self._changed.wait_for(lambda: self._error is not None or done() or self.stopped)
         self._waited_s += time.monotonic() - start
         if self._error is not None:
             raise self._error

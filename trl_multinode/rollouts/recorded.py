@@ -13,6 +13,9 @@ from ..images import images_of
 from .upcoming import Batch
 
 Images = list[list | None]  # PIL images of each row
+PART = (
+    "session_part"  # by which the rows of a session are found again; see `batches/session_rows.py`
+)
 
 
 @dataclass
@@ -145,6 +148,9 @@ class Recorded:
             return self.turns[0]
         version = min(row.version for turn in self.turns for row in turn.rows)
         tokens = [np.asarray(ids, np.int32) for ids in self.output["completion_ids"]]
+        if (parts := self.output.get(PART)) is not None:
+            # behind the first row of a session, the tokens have other ones before them than those before them here
+            tokens = [ids[: of_row.count(0)] for ids, of_row in zip(tokens, parts, strict=True)]
         rows = [Rollout(ids, np.zeros(len(ids), np.float32), version, 0) for ids in tokens]
         # those with which TRL scores the rows
         images: Images = [images_of(row) for row in self.inputs]

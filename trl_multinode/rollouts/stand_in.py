@@ -119,6 +119,18 @@ class AheadGeneration:
         self._seeds.add_completions(completion_ids)
         return prompts, completion_ids, logprobs, logprob_ids
 
+    def begin_sessions(self, num_rows: int) -> list[int] | None:
+        """Return the seed of each session of the group."""
+        return self._seeds.of_call([[] for _ in range(num_rows)])
+
+    def look(self) -> None:
+        """End the thread if nobody waits for the group any more. The main thread looks after lost engines."""
+        self._ask([], None, None, 0)
+
+    def end_sessions(self, calls: Turn) -> None:
+        """Keep the calls of the group's sessions."""
+        self.turns += [calls] if calls.rows else []
+
 
 class Recorder:
     """

@@ -1,0 +1,420 @@
+"""Sessions of one rank: each runs an agent in a thread, beside a connection to the engine that serves it.
+
+```python
+sessions = Sessions(harness, host, engines, sampling)
+found = sessions.run(rows, seeds, places)   # waits for all of them; the calling thread is that of a group
+...
+sessions.close()                            # cancels those that run
+```
+
+The connection owns the session: if this rank ends, the engine cancels its calls; if the engine ends, the session
+begins again on another one, or on the same one after its restart.
+"""
+
+import asyncio
+import math
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..engine.client import LOSSES, EngineClient
+from ..engine.node_engines import NodeEngines
+from ..errors import EngineError, RolloutError
+from ..run.endings.error_text import described
+from ..run.reporter import warn
+from ..wire.marked import kill_processes_of
+from ..wire.messages import Await, Calls, CloseSession, Done, Endpoint, OpenSession, unpack_ids
+from .chaining import SessionCall
+from .harness import Harness, Outcome, Session
+
+LOOK_S = 0.5  # between two looks at a session, and between two attempts to reach an engine
+PING_S = 5.0  # between two questions to its engine
+CANCELLED_S = 5.0  # a harness that was cancelled may still return something
+
+
+@dataclass
+class Finished:
+    """A session that has ended.
+
+    Args:
+        calls (`list[SessionCall]`):
+            Calls that the agent got an answer for, in the order of their ends; none if the session failed.
+        value (`float` or `str`, *optional*):
+            What the harness returned.
+        counts (`Counter`):
+            Numbers for the log, by name.
+    """
+
+    calls: list[SessionCall] = field(default_factory=list)
+    value: Outcome = None
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class AgentThread(threading.Thread):
+    """Thread in which a harness runs, with an event loop of its own: one that blocks holds up no other session."""
+
+    def __init__(self, harness: Harness, session: Session):
+        super().__init__(name="agent", daemon=True)
+        self.value: Outcome = None
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+        self._harness, self._session = harness, session
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task | None = None
+
+    def run(self) -> None:
+        try:
+            self.value = asyncio.run(self._main())
+        # `SystemExit` of a library would end the thread in silence
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.ended.set()
+
+    async def _main(self) -> Outcome:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        return await self._harness.run(self._session)
+
+    def cancel(self) -> None:
+        """Raise `asyncio.CancelledError` in the harness, and wait a while for its end."""
+        if self._loop is not None and self._task is not None and not self.ended.is_set():
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self.ended.wait(CANCELLED_S)
+
+
+class Sessions:
+    """Sessions of one rank.
+
+    Args:
+        harness ([`Harness`]):
+            Agent and limits.
+        where (`str`):
+            Name of the rank, for messages.
+        engines ([`NodeEngines`]):
+            Connections of the rank, from which those of the sessions are made.
+        message (`Callable[[], OpenSession]`):
+            Function that returns the settings that all sessions share at the moment.
+        raises (`bool`):
+            Whether an exception in the harness ends the run, and does not only fail its session.
+        returns_text (`bool`):
+            Whether the harness returns texts for reward functions, and not rewards.
+
+    Attributes:
+        on_stopped (`Callable[[], None]`):
+            Called in any thread when a session waits for an engine.
+    """
+
+    def __init__(
+        self,
+        harness: Harness,
+        where: str,
+        engines: NodeEngines,
+        message: Callable[[], OpenSession],
+        raises: bool,
+        returns_text: bool,
+    ):
+        self.on_stopped: Callable[[], None] = lambda: None
+        self._harness = harness
+        self._where = where
+        self._engines = engines
+        self._message = message
+        self._raises = raises
+        self._kind: Any = str if returns_text else Real
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._open: dict[int, float] = {}  # start of each session that runs, by its thread
+        self._num_waiting = 0  # of these, those that wait for an engine
+        self._num_ended = self._num_failed = 0
+        self._reported: set[str] = set()
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether a session waits for an engine, which needs the weights of all ranks. Any thread reads it."""
+        return self._num_waiting > 0
+
+    def state(self) -> str:
+        """Return how many sessions run, for the lines of progress. Any thread calls it."""
+        begun = list(self._open.values())
+        if not begun:
+            return ""
+        longest = time.monotonic() - min(begun)
+        return (
+            f"{len(begun)} sessions of `{self._harness.name}` run, the longest for {longest:.0f} s"
+        )
+
+    def run(
+        self, rows: Sequence[dict[str, Any]], seeds: Sequence[int] | None, look: Callable[[], None]
+    ) -> list[Finished]:
+        """
+        Run a session for each row, all at the same time, and return them in the rows' order.
+
+        Args:
+            rows (`Sequence[dict]`):
+                Rows of the dataset.
+            seeds (`Sequence[int]`, *optional*):
+                Seed of each session.
+            look (`Callable[[], None]`):
+                Function that is called twice a second; what it raises ends all sessions.
+
+        Raises:
+            `RolloutError`: if the harness returned something else than it must, or failed with `tool_errors="raise"`,
+                or if all sessions have failed and none has ended well so far.
+        """
+        found: list[Finished | BaseException | None] = [None] * len(rows)
+        cancelled = threading.Event()
+
+        def run_one(index: int) -> None:
+            seed = None if seeds is None else seeds[index]
+            try:
+                found[index] = self._session(rows[index], seed, cancelled)
+            except BaseException as error:  # the calling thread raises it
+                found[index] = error
+
+        threads = [
+            threading.Thread(target=run_one, args=(index,), name=f"session-{index}", daemon=True)
+            for index in range(len(rows))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(LOOK_S)
+                    look()
+                    for one in found:
+                        if isinstance(one, BaseException):
+                            raise one
+        finally:
+            cancelled.set()
+        return [one for one in found if isinstance(one, Finished)]
+
+    def _session(
+        self, row: dict[str, Any], seed: int | None, cancelled: threading.Event
+    ) -> Finished:
+        """Run a session until an engine has served all of it. Its own thread calls it."""
+        thread, counts = threading.get_ident(), Counter[str]()
+        self._open[thread] = time.monotonic()
+        try:
+            while True:
+                message = self._message()
+                with self._engine(message.min_update, cancelled) as client:
+                    try:
+                        found = self._attempt(client, row, message, seed, cancelled)
+                        found.counts += counts
+                        return found
+                    except LOSSES as error:
+                        client.lose(error)
+                counts["again"] += 1
+        finally:
+            del self._open[thread]
+
+    @contextmanager
+    def _engine(self, min_update: int, cancelled: threading.Event) -> Iterator[EngineClient]:
+        """Connect to the engine of this node with the fewest sessions, as soon as one serves with the weights."""
+        client = None
+        try:
+            with self._waiting():
+                while client is None:
+                    self._check(cancelled)
+                    try:
+                        client = self._engines.reserve()
+                        client.ask(Await(min_update=min_update))
+                    except EngineError:
+                        if client is not None:
+                            self._engines.release(client)
+                        client = None
+                        time.sleep(LOOK_S)
+            yield client
+        finally:
+            if client is not None:
+                self._engines.release(client)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        with self._lock:
+            self._num_waiting += 1
+        self.on_stopped()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+
+    def _check(self, cancelled: threading.Event) -> None:
+        """Raise if nobody waits for the sessions any more."""
+        if cancelled.is_set() or self._closed.is_set():
+            raise RolloutError(f"{self._where}: its sessions have been cancelled")
+
+    def _attempt(
+        self,
+        client: EngineClient,
+        row: dict[str, Any],
+        message: OpenSession,
+        seed: int | None,
+        cancelled: threading.Event,
+    ) -> Finished:
+        key = secrets.token_urlsafe(32)
+        endpoint = client.ask(
+            replace(message, key=key, max_calls=self._harness.max_calls, seed=seed)
+        )
+        assert isinstance(endpoint, Endpoint), endpoint
+        self._say(
+            endpoint.forks_because
+            and f"messages of earlier turns are tokenized anew: {endpoint.forks_because}"
+        )
+        folder = Path(tempfile.mkdtemp(prefix="session_", dir=self._engines.folder))
+        session = Session(
+            dict(row),
+            f"http://127.0.0.1:{endpoint.port}/v1",
+            key,
+            endpoint.model,
+            folder,
+            self._harness.session_timeout,
+            self._harness.max_calls,
+        )
+        agent = AgentThread(self._harness, session)
+        try:
+            agent.start()
+            in_time = self._watch(agent, client, cancelled)
+            calls = client.ask(CloseSession(key=key))
+        finally:
+            agent.cancel()
+            kill_processes_of(key)
+            shutil.rmtree(folder, ignore_errors=True)
+        assert isinstance(calls, Calls), calls
+        return self._finished(agent, in_time, calls, client)
+
+    def _watch(self, agent: AgentThread, client: EngineClient, cancelled: threading.Event) -> bool:
+        """Wait for the end of a harness, and return whether it was in time.
+
+        Raises:
+            `EngineError`: if its engine has ended, or has work and makes no token.
+        """
+        begun = asked = time.monotonic()
+        progress = Progress(client, begun)
+        while not agent.ended.wait(LOOK_S):
+            self._check(cancelled)
+            now = time.monotonic()
+            if now - begun > self._harness.session_timeout:
+                agent.cancel()
+                return False
+            if now - asked > PING_S or client.has_ended:
+                asked = now
+                progress.check(now)
+        return True
+
+    def _finished(
+        self, agent: AgentThread, in_time: bool, calls: Calls, client: EngineClient
+    ) -> Finished:
+        counts = Counter(
+            calls=len(calls.calls),
+            refused=calls.num_refused,
+            cancelled=calls.num_cancelled,
+            replaced=sum(call.replaced for call in calls.calls),
+            timed_out=not in_time,
+        )
+        if calls.overridden:
+            names = ", ".join(calls.overridden)
+            self._say(f"the trainer's values replace those of `{self._harness.name}` for {names}")
+        value = self._value(agent, in_time)
+        if value is None:
+            counts["failed"] = 1
+            return Finished(counts=counts)
+        self._num_ended += 1
+        made = [
+            SessionCall(unpack_ids(call.prompt).tolist(), client.row(call.completion))
+            for call in calls.calls
+        ]
+        return Finished(made, value, counts)
+
+    def _value(self, agent: AgentThread, in_time: bool) -> Outcome:
+        """Return what a harness returned; `None` if the session is left out."""
+        name = self._harness.name
+        if not agent.ended.is_set():
+            what = f"did not end within {CANCELLED_S:g} s of its cancellation: it blocks its event loop, or catches it"
+        elif agent.error is None:
+            return self._checked(agent.value)
+        elif in_time:
+            what = f"failed with {described(agent.error)}"
+        else:
+            what = f"has not returned after {self._harness.session_timeout:g} s (`session_timeout`)"
+        if self._raises and in_time:
+            raise RolloutError(
+                f"{self._where}: the harness `{name}` {what}. Mend it, or let it return a reward for the fault "
+                '(`tool_errors="answer"` leaves such sessions out).'
+            ) from agent.error
+        self._num_failed += 1
+        self._say(
+            f"the harness `{name}` {what}. Such sessions are left out of training; `harness/failed` counts them"
+        )
+        return None
+
+    def _checked(self, value: Any) -> Outcome:
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            return None
+        if isinstance(value, bool) or not isinstance(value, self._kind):
+            expected = (
+                "a text, which the reward functions get"
+                if self._kind is str
+                else "a number, its reward"
+            )
+            raise RolloutError(
+                f"{self._where}: the harness `{self._harness.name}` returned {value!r} "
+                f"({type(value).__name__}). It must return {expected}, or None. With `reward_funcs` it returns texts, "
+                "without them rewards."
+            )
+        return value if isinstance(value, str) else float(value)
+
+    def _say(self, text: str) -> None:
+        """Report a line once."""
+        with self._lock:
+            is_new = bool(text) and text not in self._reported
+            self._reported.add(text)
+        if is_new:
+            warn(f"{self._where}: {text}")
+
+    def close(self) -> None:
+        """Cancel the sessions that run, and wait a while for the ends of their processes."""
+        self._closed.set()
+        end = time.monotonic() + 2 * CANCELLED_S
+        while self._open and time.monotonic() < end:
+            time.sleep(0.05)
+
+
+class Progress:
+    """Check that an engine with open calls makes tokens, by questions from time to time.
+
+    Args:
+        client ([`EngineClient`]):
+            Connection of the session.
+        now (`float`):
+            Present time of `time.monotonic`.
+    """
+
+    def __init__(self, client: EngineClient, now: float):
+        self._client = client
+        self._tokens = -1
+        self._since = now  # the engine has made a token, or had no open call
+
+    def check(self, now: float) -> None:
+        """Ask the engine.
+
+        Raises:
+            `EngineStalledError`: if it has open calls, and has made no token for `engine_stall_timeout` seconds.
+        """
+        done = self._client.ask(Await(min_update=0))
+        assert isinstance(done, Done), done
+        if done.num_open == 0 or done.tokens != self._tokens:
+            self._tokens, self._since = done.tokens, now
+        self._client.check_stall(self._since)
