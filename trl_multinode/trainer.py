@@ -12,7 +12,7 @@ from trl.data_utils import is_conversational
 
 from .batches.microbatches import BalancedGRPOTrainer
 from .batches.own_loss import LOSSES, RatioCheck, owner_of
-from .batches.session_rows import part_tensor
+from .batches.session_rows import check_session_loss, parts_of
 from .call_checks import check_harness
 from .config import MultiNodeGRPOConfig
 from .errors import ConfigurationError, RolloutError
