@@ -1,6 +1,7 @@
 """`MultiNodeGRPOTrainer`: TRL's `GRPOTrainer` on the engines of every node, with rounds generated ahead."""
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -87,7 +88,10 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             kwargs = with_harness(harness, bound_arguments(self._trl, self, *args, **kwargs))
             self._harness, args = kwargs["rollout_func"], ()
             self._has_sessions = True
-        super().__init__(*args, **kwargs)
+        with warnings.catch_warnings():
+            if self._harness is not None:  # which calls TRL's by its own experimental name
+                warnings.filterwarnings("ignore", message=".*'rollout_func'")
+            super().__init__(*args, **kwargs)
         if NodeSettings.of(self.args).rehearse_longest:
             self.add_callback(Rehearsal(self))
 
@@ -425,7 +429,7 @@ def with_harness(given: Any, call: dict[str, Any]) -> dict[str, Any]:
 
 def runs_ahead(trainer: MultiNodeGRPOTrainer, settings: NodeSettings) -> bool:
     """Return whether whole rollouts are made ahead of their round, by threads, and not by TRL in the main call."""
-    if settings.scores_groups or trainer._harness is not None:
+    if settings.scores_groups:
         return True
     if not settings.max_staleness:
         return False
