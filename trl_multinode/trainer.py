@@ -12,7 +12,7 @@ from trl.data_utils import is_conversational
 
 from .batches.microbatches import BalancedGRPOTrainer
 from .batches.own_loss import LOSSES, RatioCheck, owner_of
-from .batches.session_rows import part_tensor
+from .batches.session_rows import check_session_loss, parts_of
 from .call_checks import check_harness
 from .config import MultiNodeGRPOConfig
 from .errors import ConfigurationError, RolloutError
@@ -86,6 +86,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if harness is not None:
             kwargs = with_harness(harness, bound_arguments(self._trl, self, *args, **kwargs))
             self._harness, args = kwargs["rollout_func"], ()
+            self._has_sessions = True
         super().__init__(*args, **kwargs)
         if NodeSettings.of(self.args).rehearse_longest:
             self.add_callback(Rehearsal(self))
@@ -149,7 +150,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     def _check_call(self, host: NodeHost, settings: Any, call: dict[str, Any]) -> None:
         super()._check_call(host, settings, call)
         if self._harness is not None:
-            check_harness(host, settings, call)
+            check_session_loss(settings)
+            check_harness(host, call)
         if (
             host.settings.dynamic_sampling
             and (owner := owner_of(type(self), "_calculate_rewards")) is not None
@@ -222,7 +224,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         self.vllm_generation.seeds.num_rows = len(inputs)
         output = self._one_round(make)
         if self.session_parts is not None:
-            output[PART] = part_tensor(self.session_parts, output["completion_ids"])
+            output[PART] = parts_of(self.session_parts, output["completion_ids"])
             self.session_parts = None
         self._loss_scores.add_round(output)  # type: ignore[union-attr]
         if self.model.training:
