@@ -332,6 +332,15 @@ def test_processes_of_a_session_end_with_it(rig):
     until(lambda: not psutil.pid_exists(pids[0]) or psutil.Process(pids[0]).status() == "zombie")
 
 
+@pytest.mark.fault("harness_leftovers")
+def test_an_engine_ends_the_processes_of_a_rank_that_was_killed(rig):
+    client = rig.driver.engines.reserve()
+    client.ask(OpenSession(key="k" * 43, max_calls=1, max_tokens=1, sampling=SAMPLING))
+    with subprocess.Popen(["sleep", "600"], env={"TRL_MULTINODE_SESSION": "k" * 43}) as process:
+        rig.driver.engines.release(client)  # as the kernel does for a killed rank
+        assert process.wait(HANG_S) == -signal.SIGKILL
+
+
 def test_a_session_that_is_cancelled_from_outside_ends(rig):
     begun = threading.Event()
 
