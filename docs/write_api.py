@@ -134,6 +134,7 @@ def pages() -> list[Page]:
     fields = entries(PACKAGE / "config.py", "NodeFields")
     trainers = [one for path in trainer_files() for one in entries(path, r"MultiNode\w+Trainer")]
     of_node = with_methods(entries(PACKAGE / "node_trainer.py", "NodeTrainer"), PUBLIC_METHODS)
+    agents = entries(PACKAGE / "sessions" / "harness.py", "Harness|Session")
     settings = (
         f"{TWO_NAMES} [settings.md](../use/settings.md) has them on one screen, with the defaults."
     )
@@ -144,7 +145,7 @@ def pages() -> list[Page]:
             "trainers.md",
             "Trainers",
             f"{TWO_NAMES} All other methods are TRL's.",
-            {"": trainers + of_node},
+            {"": trainers + of_node + agents},
         ),
         Page("errors.md", "Errors", messages, {"": entries(PACKAGE / "errors.py")}),
     ]

@@ -68,6 +68,7 @@ LIBRARIES = {
 
 
 COLLECTIVES = {
+    "trainer": {"gather"},  # a flag per row and round, with a harness
     "images": {"gather"},  # a flag per round, of models with images and sharded weights
     "rollouts.text_logging": {"gather_object"},
     "rollouts.one_prompt": {"gather"},  # a number per row and round, where groups straddle ranks

@@ -135,7 +135,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
         harness.sessions = Sessions(
             harness.harness,
-            str(host.topology),
+            host.topology,
             generation.engines,
             message,
             raises=host.settings.tool_errors == "raise",

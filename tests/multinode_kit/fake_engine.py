@@ -22,7 +22,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from trl_multinode.engine_process.backend import Backend, CompletionBuffer, Growing, Refused
+from trl_multinode.engine_process.backend import (
+    AgentApp,
+    Backend,
+    CompletionBuffer,
+    Growing,
+    Refused,
+)
 from trl_multinode.engine_process.main import main
 from trl_multinode.transports.base import SELF_TEST_S, call_with_timeout
 from trl_multinode.transports.opening import open_slots
@@ -33,11 +39,13 @@ from trl_multinode.wire.messages import (
     OpenSlots,
     Ready,
     Score,
+    Serving,
     UpdateWeights,
     WeightVersion,
     unpack_ids,
 )
 
+from .fake_endpoint import fake_agent_app
 from .fake_sampling import SAMPLING_KEYS, sample
 from .faults import WEIGHTS, Faults
 
@@ -189,11 +197,15 @@ class FakeBackend(Backend):
             await asyncio.sleep(self._delay_s)
             ended = partial(asyncio.get_running_loop().call_soon_threadsafe, growing.end_row)
             await asyncio.to_thread(self._complete, rows, request, ended, held)
+            growing.on_output(rows[0])
         finally:
             for row in rows:
                 self._running.remove(row)
                 row.aborted = True  # the thread of a cancelled request is still there
             self._freezer.wake()
+
+    async def agent_app(self, serving: Serving) -> AgentApp:
+        return await asyncio.to_thread(fake_agent_app, self._args["model"], serving, self._eos)
 
     def _checked(self, packed: bytes) -> list[int]:
         prompt = unpack_ids(packed).tolist()

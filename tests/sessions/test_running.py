@@ -17,6 +17,7 @@ from waiting import HANG_S, until
 from multinode_kit.engines import SyncDriver, running_engines
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.errors import ConfigurationError, RolloutError
+from trl_multinode.run.topology import Topology
 from trl_multinode.sessions.chaining import rows_of
 from trl_multinode.sessions.harness import Harness, Session
 from trl_multinode.sessions.running import Finished, Sessions
@@ -49,12 +50,12 @@ class Rig:
 
         harness = run if isinstance(run, Harness) else Harness(run, **limits)
         return Sessions(
-            harness, "node 0, rank 0", self.driver.engines, message, raises, returns_text
+            harness, Topology.from_environment(), self.driver.engines, message, raises, returns_text
         )
 
     def run(self, run, count: int = 1, seeds=None, **how) -> list[Finished]:
         return self.sessions(run, **how).run(
-            [ROW | {"number": n} for n in range(count)], seeds, lambda: None
+            [ROW | {"number": n} for n in range(count)], seeds, lambda waits: None
         )
 
 
@@ -338,7 +339,7 @@ def test_a_session_that_is_cancelled_from_outside_ends(rig):
 
     def run() -> None:
         try:
-            sessions.run([ROW], None, lambda: None)
+            sessions.run([ROW], None, lambda waits: None)
         except RolloutError as error:
             errors.append(error)
 

@@ -3,8 +3,9 @@
 import asyncio
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..wire.messages import (
     Completion,
@@ -13,6 +14,7 @@ from ..wire.messages import (
     OpenSlots,
     Ready,
     Score,
+    Serving,
     UpdateWeights,
     VersionSpan,
     WeightVersion,
@@ -41,9 +43,11 @@ class CompletionBuffer:
         # first token after each swap, and the weights from there on
         self._swaps: list[tuple[int, WeightVersion]] = []
 
-    def grow(self, tokens: list[int], logprobs: list[float]) -> int:
-        """Append the new end of the lists, which hold the whole row; return how many tokens are new."""
-        start = len(self.tokens)
+    def grow(self, tokens: list[int], logprobs: list[float], start: int | None = None) -> int:
+        """Append the lists from index `start` on, and return how many tokens that is. By default the lists hold the
+        whole row, of which the new end is appended."""
+        if start is None:
+            start = len(self.tokens)
         self.tokens.fromlist(tokens[start:])
         self.logprobs.fromlist(logprobs[start : len(tokens)])
         return len(tokens) - start
@@ -88,7 +92,32 @@ class Growing:
     first: WeightVersion = WeightVersion()  # weights of the first token
     # counts a completion as complete; the end of the request counts those that are left
     end_row: Callable[[], None] = lambda: None
+    # The app that answers agents reads the backend's own outputs, with texts as these keywords of the backend say
+    on_output: Callable[[Any], None] = lambda output: None
+    text: Mapping[str, Any] = field(default_factory=dict)
     task: asyncio.Task = field(init=False)  # sends the reply
+
+
+@dataclass(frozen=True)
+class AgentApp:
+    """App that answers the HTTP calls of agents.
+
+    Args:
+        asgi (`Callable`):
+            ASGI application with OpenAI's chat completions, completions and models. It generates through
+            [`AgentCall.outputs`] of the call under way.
+        model (`str`):
+            Name of the model that it serves.
+        render (`Callable[[Mapping], Awaitable[list[int]]]`):
+            Function that returns the token ids of the messages of a chat request, without the beginning of a reply.
+        end_tokens (`frozenset[int]`):
+            Tokens that end a completion.
+    """
+
+    asgi: Callable[..., Awaitable[None]]
+    model: str
+    render: Callable[[Mapping[str, Any]], Awaitable[list[int]]]
+    end_tokens: frozenset[int]
 
 
 class Refused(Exception):
@@ -134,6 +163,10 @@ class Backend(ABC):
     @abstractmethod
     async def generate(self, request: Generate, growing: Growing) -> None:
         """Make the completions as `growing.rows`; raise `Refused` if the request cannot be served."""
+
+    async def agent_app(self, serving: Serving) -> AgentApp:
+        """Build the app that answers agents; raise `Refused` if the settings cannot be served."""
+        raise Refused("EngineRefusedError", "this engine serves no agents")
 
     @abstractmethod
     async def score(self, request: Score) -> CompletionBuffer:

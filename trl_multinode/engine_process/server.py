@@ -18,6 +18,7 @@ from ..wire.connection import frame, read_hello, read_request
 from ..wire.messages import (
     Await,
     CheckSlot,
+    CloseSession,
     Completions,
     Done,
     Drain,
@@ -27,6 +28,7 @@ from ..wire.messages import (
     Generate,
     Hello,
     Message,
+    OpenSession,
     OpenSlots,
     Peek,
     Progress,
@@ -35,8 +37,10 @@ from ..wire.messages import (
     Shutdown,
     UpdateWeights,
 )
+from .agent_calls import AgentEndpoint
 from .backend import Backend, CompletionBuffer, Growing, Refused
 from .gate import BusyClock, WeightGate
+from .sessions import Sessions
 from .states import EngineStates
 
 HELLO_S = 30.0  # for the first request of a connection
@@ -62,11 +66,17 @@ class EngineServer:
         self._aborted: set[asyncio.Task] = set()  # those of a failed update in flight
         self._closing = asyncio.Event()
         self._drains = False  # it takes no new rows
-        self._num_open = 0  # `Generate` requests, those that wait for weights too
+        self._num_open = (
+            0  # `Generate` requests and calls of agents, those that wait for weights too
+        )
         self._clock = BusyClock()
         self._states = EngineStates.of(spec)
         self._clock.on_change = self._states.count
         self._kv_use = 0.0  # greatest between the last two updates
+        self._sessions = Sessions(
+            self._rows_unless_it_drains, lambda: backend.ready().max_model_len
+        )
+        self._endpoint = AgentEndpoint(self._sessions, backend)
 
     @property
     def closing(self) -> bool:
@@ -80,6 +90,7 @@ class EngineServer:
         self._clock.slots = self._backend.ready().slots
         self._states.enter("idle")
         await self._closing.wait()
+        await self._endpoint.stop()
         server.close()  # not `async with`: from Python 3.12 on that waits until the ranks have disconnected
         await self._backend.stop()
 
@@ -106,6 +117,7 @@ class EngineServer:
         finally:
             for task in (progress, *[found.task for found in growing.values()]):
                 task.cancel()
+            await self._sessions.close_all(writer)
             writer.close()
             if self._update is not None and self._update[0] is writer and not self.closing:
                 reason = "the connection of its sender ended"
@@ -141,7 +153,7 @@ class EngineServer:
     ) -> None:
         failure = partial(Failure, request_id=request.request_id)
         try:
-            reply = await self._serve_one(request, growing or Growing())
+            reply = await self._serve_one(request, writer, growing or Growing())
         except Refused as refused:
             reply = failure(message=str(refused), error=refused.error)
         # vLLM's own errors must reach the ranks before this process ends
@@ -185,7 +197,9 @@ class EngineServer:
         if self.leaving.is_set():
             await asyncio.Event().wait()
 
-    async def _serve_one(self, request: Request, growing: Growing) -> Message:
+    async def _serve_one(
+        self, request: Request, writer: asyncio.StreamWriter, growing: Growing
+    ) -> Message:
         match request:
             case Hello():
                 ready = self._backend.ready()
@@ -196,6 +210,12 @@ class EngineServer:
                 return await self._rows_unless_it_drains(request, growing)
             case Score():
                 return await self._rows(request, growing)
+            case OpenSession():
+                endpoint = await self._endpoint.open(request, writer)
+                return msgspec.structs.replace(endpoint, request_id=request.request_id)
+            case CloseSession():
+                calls = await self._sessions.close(request)
+                return msgspec.structs.replace(calls, request_id=request.request_id)
             case Drain():
                 self._drains = True
             case Await():
@@ -212,6 +232,7 @@ class EngineServer:
             times=self._clock.read(),
             kv_use=self._kv_use,
             num_open=self._num_open,
+            tokens=self._backend.tokens_done(),
         )
 
     async def _check_slot(self, request: CheckSlot) -> None:

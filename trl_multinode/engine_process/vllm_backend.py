@@ -20,6 +20,7 @@ from ..wire.messages import (
     OpenSlots,
     Ready,
     Score,
+    Serving,
     UpdateWeights,
     WeightVersion,
     unpack_ids,
@@ -27,7 +28,7 @@ from ..wire.messages import (
 from ..wire.messages import Image as WireImage
 from ..wire.stop_signals import ignore_stop_signals, obey_stop_signals
 from ..wire.supervisor import descendants, is_resource_tracker
-from .backend import Backend, CompletionBuffer, Growing, Refused
+from .backend import AgentApp, Backend, CompletionBuffer, Growing, Refused
 
 # Freeing vLLM's 8 Python objects per token took 31 ms for 224 rows of 1024 tokens, so the reply is sent first
 FREE_AFTER_S = 0.25
@@ -136,25 +137,38 @@ class VllmBackend(Backend):
                 max_tokens=request.max_tokens,
                 logprobs=0,
                 flat_logprobs=True,
-                detokenize=bool(keywords.get("stop")),
-                output_kind=RequestOutputKind.CUMULATIVE,
-                **keywords,
+                **(
+                    {
+                        "detokenize": bool(keywords.get("stop")),
+                        "output_kind": RequestOutputKind.CUMULATIVE,
+                    }
+                    | keywords
+                    | dict(growing.text)
+                ),
             )
         except (TypeError, ValueError, client_error()) as error:
             raise Refused(
                 "EngineRefusedError", f"vLLM refuses the sampling settings: {error}"
             ) from error
         rows = growing.rows = [CompletionBuffer() for _ in range(request.num_completions)]
+        # an agent's stream gets the new tokens only
+        start = 0 if params.output_kind == RequestOutputKind.DELTA else None
         kept = {}  # vLLM's lists, freed after the reply is sent
         prompt = unpack_ids(request.prompt).tolist()
         async for output in self._outputs(self._prompt(prompt, request.images), params, rows):
             for row in output.outputs:
                 kept[row.index] = row
-                self._tokens += rows[row.index].grow(row.token_ids, row.logprobs.logprobs)
+                self._tokens += rows[row.index].grow(row.token_ids, row.logprobs.logprobs, start)
                 if row.finished():
                     rows[row.index].complete = True
                     growing.end_row()
+            growing.on_output(output)
         asyncio.get_running_loop().call_later(FREE_AFTER_S, kept.clear)
+
+    async def agent_app(self, serving: Serving) -> AgentApp:
+        from .endpoint import build_agent_app
+
+        return await build_agent_app(self._llm, serving)
 
     async def score(self, request: Score) -> CompletionBuffer:
         params = self._params_cls(

@@ -419,10 +419,10 @@ class NodeGeneration:
         """Return the seed of each session of a round."""
         return self.seeds.of_call([[] for _ in range(num_rows)])
 
-    def look(self) -> None:
-        """Do what sessions that wait for an engine need: meet all ranks, which send the weights to those that were
+    def look(self, waits: bool) -> None:
+        """Do what a session that waits for an engine needs: meet all ranks, which send the weights to those that were
         started again."""
-        if self.engines.recover is not None:
+        if waits and self.engines.recover is not None:
             self.engines.recover()
 
     def end_sessions(self, calls: Turn) -> None:

@@ -123,7 +123,7 @@ class AheadGeneration:
         """Return the seed of each session of the group."""
         return self._seeds.of_call([[] for _ in range(num_rows)])
 
-    def look(self) -> None:
+    def look(self, waits: bool) -> None:
         """End the thread if nobody waits for the group any more. The main thread looks after lost engines."""
         self._ask([], None, None, 0)
 

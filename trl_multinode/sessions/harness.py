@@ -27,7 +27,12 @@ class Session:
         folder (`Path`):
             Folder of the session, which no other user can open; it is removed at the end.
         timeout_s (`float`), max_calls (`int`):
-            Limits of the session: after so many seconds it is cancelled, and further calls get the status 429.
+            Limits of the session: after so many seconds it is cancelled, and further calls are refused.
+
+    Attributes:
+        environment (`dict[str, str]`):
+            Environment for a process of the agent: address and key under the names that clients of OpenAI's API read,
+            and neither the variables of the launch nor secrets. Processes that have it are killed with the session.
     """
 
     row: dict[str, Any]
@@ -40,8 +45,6 @@ class Session:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment for a process of the agent: address and key under the names that clients of OpenAI's API read,
-        and neither the variables of the launch nor secrets. A process that has it ends with the session."""
         kept = {name: value for name, value in os.environ.items() if is_kept(name)}
         return kept | {
             "OPENAI_BASE_URL": self.base_url,

@@ -33,6 +33,7 @@ from ..engine.node_engines import NodeEngines
 from ..errors import EngineError, RolloutError
 from ..run.endings.error_text import described
 from ..run.reporter import warn
+from ..run.topology import Topology
 from ..wire.marked import kill_processes_of
 from ..wire.messages import Await, Calls, CloseSession, Done, Endpoint, OpenSession, unpack_ids
 from .chaining import SessionCall
@@ -54,18 +55,21 @@ class Finished:
             What the harness returned.
         counts (`Counter`):
             Numbers for the log, by name.
+        fault (`str`, *optional*):
+            Why the session is left out, if the harness did not say so itself.
     """
 
     calls: list[SessionCall] = field(default_factory=list)
     value: Outcome = None
     counts: Counter[str] = field(default_factory=Counter)
+    fault: str = ""
 
 
-class AgentThread(threading.Thread):
+class HarnessThread(threading.Thread):
     """Thread in which a harness runs, with an event loop of its own: one that blocks holds up no other session."""
 
     def __init__(self, harness: Harness, session: Session):
-        super().__init__(name="agent", daemon=True)
+        super().__init__(name="harness", daemon=True)
         self.value: Outcome = None
         self.error: BaseException | None = None
         self.ended = threading.Event()
@@ -99,8 +103,8 @@ class Sessions:
     Args:
         harness ([`Harness`]):
             Agent and limits.
-        where (`str`):
-            Name of the rank, for messages.
+        topology ([`Topology`]):
+            Topology of the rank.
         engines ([`NodeEngines`]):
             Connections of the rank, from which those of the sessions are made.
         message (`Callable[[], OpenSession]`):
@@ -118,7 +122,7 @@ class Sessions:
     def __init__(
         self,
         harness: Harness,
-        where: str,
+        topology: Topology,
         engines: NodeEngines,
         message: Callable[[], OpenSession],
         raises: bool,
@@ -126,7 +130,7 @@ class Sessions:
     ):
         self.on_stopped: Callable[[], None] = lambda: None
         self._harness = harness
-        self._where = where
+        self._topology = topology
         self._engines = engines
         self._message = message
         self._raises = raises
@@ -135,7 +139,7 @@ class Sessions:
         self._lock = threading.Lock()
         self._open: dict[int, float] = {}  # start of each session that runs, by its thread
         self._num_waiting = 0  # of these, those that wait for an engine
-        self._num_ended = self._num_failed = 0
+        self._ended_well = False
         self._reported: set[str] = set()
 
     @property
@@ -154,7 +158,10 @@ class Sessions:
         )
 
     def run(
-        self, rows: Sequence[dict[str, Any]], seeds: Sequence[int] | None, look: Callable[[], None]
+        self,
+        rows: Sequence[dict[str, Any]],
+        seeds: Sequence[int] | None,
+        look: Callable[[bool], None],
     ) -> list[Finished]:
         """
         Run a session for each row, all at the same time, and return them in the rows' order.
@@ -164,8 +171,9 @@ class Sessions:
                 Rows of the dataset.
             seeds (`Sequence[int]`, *optional*):
                 Seed of each session.
-            look (`Callable[[], None]`):
-                Function that is called twice a second; what it raises ends all sessions.
+            look (`Callable[[bool], None]`):
+                Function that is called twice a second, with whether a session waits for an engine; what it raises
+                ends all sessions.
 
         Raises:
             `RolloutError`: if the harness returned something else than it must, or failed with `tool_errors="raise"`,
@@ -191,13 +199,20 @@ class Sessions:
             for thread in threads:
                 while thread.is_alive():
                     thread.join(LOOK_S)
-                    look()
+                    look(self.stopped)
                     for one in found:
                         if isinstance(one, BaseException):
                             raise one
         finally:
             cancelled.set()
-        return [one for one in found if isinstance(one, Finished)]
+        finished = [one for one in found if isinstance(one, Finished)]
+        faults = [one.fault for one in finished if one.fault]
+        if len(faults) == len(rows) > 1 and not self._ended_well:
+            raise RolloutError(
+                f"{self._topology}: all {len(rows)} sessions failed, and none has ended well so far. The last one: "
+                f"{faults[-1]}."
+            )
+        return finished
 
     def _session(
         self, row: dict[str, Any], seed: int | None, cancelled: threading.Event
@@ -254,7 +269,7 @@ class Sessions:
     def _check(self, cancelled: threading.Event) -> None:
         """Raise if nobody waits for the sessions any more."""
         if cancelled.is_set() or self._closed.is_set():
-            raise RolloutError(f"{self._where}: its sessions have been cancelled")
+            raise RolloutError(f"{self._topology}: its sessions have been cancelled")
 
     def _attempt(
         self,
@@ -269,10 +284,8 @@ class Sessions:
             replace(message, key=key, max_calls=self._harness.max_calls, seed=seed)
         )
         assert isinstance(endpoint, Endpoint), endpoint
-        self._say(
-            endpoint.forks_because
-            and f"messages of earlier turns are tokenized anew: {endpoint.forks_because}"
-        )
+        if endpoint.forks_because:
+            self._say(f"messages of earlier turns are tokenized anew: {endpoint.forks_because}")
         folder = Path(tempfile.mkdtemp(prefix="session_", dir=self._engines.folder))
         session = Session(
             dict(row),
@@ -283,19 +296,21 @@ class Sessions:
             self._harness.session_timeout,
             self._harness.max_calls,
         )
-        agent = AgentThread(self._harness, session)
+        thread = HarnessThread(self._harness, session)
         try:
-            agent.start()
-            in_time = self._watch(agent, client, cancelled)
+            thread.start()
+            in_time = self._watch(thread, client, cancelled)
             calls = client.ask(CloseSession(key=key))
         finally:
-            agent.cancel()
+            thread.cancel()
             kill_processes_of(key)
             shutil.rmtree(folder, ignore_errors=True)
         assert isinstance(calls, Calls), calls
-        return self._finished(agent, in_time, calls, client)
+        return self._finished(thread, in_time, calls, client)
 
-    def _watch(self, agent: AgentThread, client: EngineClient, cancelled: threading.Event) -> bool:
+    def _watch(
+        self, thread: HarnessThread, client: EngineClient, cancelled: threading.Event
+    ) -> bool:
         """Wait for the end of a harness, and return whether it was in time.
 
         Raises:
@@ -303,11 +318,11 @@ class Sessions:
         """
         begun = asked = time.monotonic()
         progress = Progress(client, begun)
-        while not agent.ended.wait(LOOK_S):
+        while not thread.ended.wait(LOOK_S):
             self._check(cancelled)
             now = time.monotonic()
             if now - begun > self._harness.session_timeout:
-                agent.cancel()
+                thread.cancel()
                 return False
             if now - asked > PING_S or client.has_ended:
                 asked = now
@@ -315,7 +330,7 @@ class Sessions:
         return True
 
     def _finished(
-        self, agent: AgentThread, in_time: bool, calls: Calls, client: EngineClient
+        self, thread: HarnessThread, in_time: bool, calls: Calls, client: EngineClient
     ) -> Finished:
         counts = Counter(
             calls=len(calls.calls),
@@ -327,41 +342,45 @@ class Sessions:
         if calls.overridden:
             names = ", ".join(calls.overridden)
             self._say(f"the trainer's values replace those of `{self._harness.name}` for {names}")
-        value = self._value(agent, in_time)
+        fault = self._fault(thread, in_time)
+        value = None if fault else self._checked(thread.value)
         if value is None:
             counts["failed"] = 1
-            return Finished(counts=counts)
-        self._num_ended += 1
+            return Finished(counts=counts, fault=fault)
+        self._ended_well = True
         made = [
             SessionCall(unpack_ids(call.prompt).tolist(), client.row(call.completion))
             for call in calls.calls
         ]
         return Finished(made, value, counts)
 
-    def _value(self, agent: AgentThread, in_time: bool) -> Outcome:
-        """Return what a harness returned; `None` if the session is left out."""
+    def _fault(self, thread: HarnessThread, in_time: bool) -> str:
+        """Return why a session is left out, or an empty text.
+
+        Raises:
+            `RolloutError`: if the harness raised an exception, with `tool_errors="raise"`.
+        """
         name = self._harness.name
-        if not agent.ended.is_set():
+        if not thread.ended.is_set():
             what = f"did not end within {CANCELLED_S:g} s of its cancellation: it blocks its event loop, or catches it"
-        elif agent.error is None:
-            return self._checked(agent.value)
+        elif thread.error is None:
+            return ""
         elif in_time:
-            what = f"failed with {described(agent.error)}"
+            what = f"failed with {described(thread.error)}"
         else:
             what = f"has not returned after {self._harness.session_timeout:g} s (`session_timeout`)"
         if self._raises and in_time:
             raise RolloutError(
-                f"{self._where}: the harness `{name}` {what}. Mend it, or let it return a reward for the fault "
+                f"{self._topology}: the harness `{name}` {what}. Mend it, or let it return a reward for the fault "
                 '(`tool_errors="answer"` leaves such sessions out).'
-            ) from agent.error
-        self._num_failed += 1
+            ) from thread.error
         self._say(
             f"the harness `{name}` {what}. Such sessions are left out of training; `harness/failed` counts them"
         )
-        return None
+        return f"the harness `{name}` {what}"
 
     def _checked(self, value: Any) -> Outcome:
-        if value is None or (isinstance(value, float) and math.isnan(value)):
+        if value is None or (isinstance(value, Real) and math.isnan(value)):
             return None
         if isinstance(value, bool) or not isinstance(value, self._kind):
             expected = (
@@ -370,19 +389,19 @@ class Sessions:
                 else "a number, its reward"
             )
             raise RolloutError(
-                f"{self._where}: the harness `{self._harness.name}` returned {value!r} "
+                f"{self._topology}: the harness `{self._harness.name}` returned {value!r} "
                 f"({type(value).__name__}). It must return {expected}, or None. With `reward_funcs` it returns texts, "
                 "without them rewards."
             )
         return value if isinstance(value, str) else float(value)
 
     def _say(self, text: str) -> None:
-        """Report a line once."""
+        """Warn of something once."""
         with self._lock:
-            is_new = bool(text) and text not in self._reported
+            is_new = text not in self._reported
             self._reported.add(text)
         if is_new:
-            warn(f"{self._where}: {text}")
+            warn(f"{self._topology}: {text}")
 
     def close(self) -> None:
         """Cancel the sessions that run, and wait a while for the ends of their processes."""
@@ -417,4 +436,4 @@ class Progress:
         assert isinstance(done, Done), done
         if done.num_open == 0 or done.tokens != self._tokens:
             self._tokens, self._since = done.tokens, now
-        self._client.check_stall(self._since)
+        self._client.check_progress(self._since, done.num_open)

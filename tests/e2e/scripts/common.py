@@ -35,11 +35,13 @@ def make_trainer(
     **settings,
 ) -> GRPOTrainer:  # fmt: skip
     peft_config = settings.pop("peft_config", None)
-    keywords = {
-        name: settings.pop(name) for name in ("tools", "environment_factory") if name in settings
-    }
+    loops = ("tools", "environment_factory", "harness")
+    keywords = {name: settings.pop(name) for name in loops if name in settings}
     tokenizer = settings.pop("processing_class", None) or tiny_tokenizer()
     dataset = settings.pop("dataset", None) or Dataset.from_dict({"prompt": prompts})
+    eval_dataset = settings.pop("eval_dataset", None)
+    if eval_prompts:
+        eval_dataset = Dataset.from_dict({"prompt": eval_prompts})
     args = GRPOConfig(
         output_dir=folder,
         use_cpu=True,
@@ -59,7 +61,7 @@ def make_trainer(
         args.num_engines = int(os.environ["ENGINES_OF_NODES"][int(os.environ["GROUP_RANK"])])
     return GRPOTrainer(
         model, reward, args, dataset.to_iterable_dataset() if iterable else dataset,
-        eval_dataset=eval_prompts and Dataset.from_dict({"prompt": eval_prompts}), processing_class=tokenizer,
+        eval_dataset=eval_dataset, processing_class=tokenizer,
         peft_config=peft_config, **keywords,
     )  # fmt: skip
 

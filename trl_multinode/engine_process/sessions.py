@@ -1,0 +1,339 @@
+"""Sessions of agents on an engine: limits, seeds, the record of their calls, and the ids of messages that come back.
+
+This module does not import vLLM: the fake engine of the test kit has the same sessions.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from ..wire.messages import (
+    Call,
+    Calls,
+    CloseSession,
+    Completions,
+    Generate,
+    OpenSession,
+    pack_ids,
+    unpack_ids,
+)
+from .backend import AgentApp, Growing, Refused
+
+# Fields of a message that some agents drop when they send it back; a template may need none of them for a later turn
+NOT_COMPARED = ("reasoning", "reasoning_content", "refusal", "annotations", "audio")
+CALL: ContextVar["AgentCall"] = ContextVar("call")  # the call that the app answers in this task
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Ids of a conversation up to the end of one reply.
+
+    Args:
+        ids (`list[int]`):
+            Token ids of the call's prompt and of what was sampled after it.
+        replaced (`int`):
+            Earlier replies of the prompt that have their recorded ids.
+    """
+
+    ids: list[int]
+    replaced: int
+
+
+class Session:
+    """Session of one agent: its limits, and the record of its calls.
+
+    Args:
+        opened ([`OpenSession`]):
+            Request of the rank.
+        owner (`object`):
+            Connection of the rank; the session ends with it.
+    """
+
+    def __init__(self, opened: OpenSession, owner: object):
+        self.opened = opened
+        self.owner = owner
+        self.calls: list[Call] = []
+        self.num_begun = self.num_refused = self.num_cancelled = 0
+        self.overridden: set[str] = set()
+        self.under_way: set[asyncio.Task] = set()  # each answers one HTTP request
+        self._turns: dict[bytes, Turn] = {}  # by the digest of their messages
+        self._asked = Counter[bytes]()  # calls by their prompts
+
+    def seed(self, prompt: bytes) -> int | None:
+        """Return the seed of the next call with this prompt, whatever other calls the session has made before."""
+        if self.opened.seed is None:
+            return None
+        self._asked[prompt] += 1
+        source = hashlib.blake2b(prompt, digest_size=7)  # the seed fits into vLLM's int64
+        source.update(f"{self.opened.seed} {self._asked[prompt]}".encode())
+        return int.from_bytes(source.digest(), "big")
+
+    def remember(self, body: Mapping[str, Any], reply: Mapping[str, Any], turn: Turn) -> None:
+        """Keep the ids of a conversation that ends with a reply."""
+        *_, digest = digests({**body, "messages": [*body["messages"], reply]})
+        self._turns[digest] = turn
+
+    def longest_turn(self, body: Mapping[str, Any]) -> tuple[int, Turn] | None:
+        """Return the longest beginning of a chat request that ends with a recorded reply, in messages, and its ids."""
+        for index, digest in reversed(list(enumerate(digests(body)))):
+            if turn := self._turns.get(digest):
+                return index + 1, turn
+        return None
+
+    async def close(self) -> Calls:
+        """Cancel what is under way, and return the record."""
+        for task in self.under_way:
+            task.cancel()
+        if self.under_way:
+            await asyncio.wait(self.under_way)
+        return Calls(
+            calls=tuple(self.calls),
+            num_refused=self.num_refused,
+            num_cancelled=self.num_cancelled,
+            overridden=tuple(sorted(self.overridden)),
+        )
+
+
+class AgentCall:
+    """One call of an agent that the app answers.
+
+    Args:
+        session ([`Session`]):
+            Session of the call.
+        body (`Mapping`):
+            Checked body of the request.
+        sessions ([`Sessions`]):
+            Sessions of the engine.
+
+    Attributes:
+        error ([`Refused`], *optional*):
+            Reason why the call has no completion.
+        turn ([`Turn`], *optional*):
+            Ids up to the end of the completion, once the call is recorded.
+    """
+
+    def __init__(self, session: Session, body: Mapping[str, Any], sessions: "Sessions"):
+        self.session = session
+        self.body = body
+        self.error: Refused | None = None
+        self.turn: Turn | None = None
+        self._sessions = sessions
+        self._task: asyncio.Task | None = None
+
+    async def outputs(
+        self, rendered: Sequence[int], max_tokens: int, text: Mapping[str, Any]
+    ) -> AsyncIterator[Any]:
+        """Generate the completion, and yield the backend's outputs; without a stream only the last one.
+
+        The last output follows the record of the call, so that an agent that has read it finds its call recorded.
+
+        Args:
+            rendered (`Sequence[int]`):
+                Token ids of the prompt as the app has made them.
+            max_tokens (`int`):
+                Limit of the app; that of the session and the context limit the completion too.
+            text (`Mapping`):
+                The backend's keywords for the texts of the outputs.
+        """
+        outputs: asyncio.Queue[Any] = asyncio.Queue()
+        last: list[Any] = []
+
+        def take(output: Any) -> None:
+            if last and self.body.get("stream"):
+                outputs.put_nowait(last[0])
+            last[:] = [output]
+
+        def end(task: asyncio.Task) -> None:
+            outputs.put_nowait(None)
+            if not task.cancelled():
+                task.exception()  # asyncio would log it once the agent has left
+
+        growing = Growing(on_output=take, text=text)
+        self._task = asyncio.create_task(self._complete(list(rendered), max_tokens, growing))
+        self._task.add_done_callback(end)
+        try:
+            while (output := await outputs.get()) is not None:
+                yield output
+            await self._task
+        except Refused as refused:
+            self.error = refused
+            raise
+        finally:
+            self._task.cancel()
+        yield last[0]
+
+    async def _complete(self, rendered: list[int], max_tokens: int, growing: Growing) -> None:
+        opened = self.session.opened
+        prompt, replaced = await self._with_recorded_ids(rendered)
+        context = self._sessions.context()
+        if len(prompt) >= context:
+            raise Refused(
+                "EngineRefusedError",
+                f"the prompt has {len(prompt)} tokens, the context length is {context}",
+            )
+        packed = pack_ids(prompt)
+        request = Generate(
+            prompt=packed,
+            num_completions=1,
+            max_tokens=min(max_tokens, opened.max_tokens, context - len(prompt)),
+            sampling=opened.sampling,
+            seed=self.session.seed(packed),
+            min_update=opened.min_update,
+        )
+        (completion,) = (await self._sessions.rows(request, growing)).rows
+        self.session.calls.append(Call(packed, completion, replaced))
+        self.turn = Turn([*prompt, *unpack_ids(completion.tokens).tolist()], replaced)
+
+    async def _with_recorded_ids(self, rendered: list[int]) -> tuple[list[int], int]:
+        """Return the prompt with the recorded ids of the replies that have come back, and their number.
+
+        The messages up to the last such reply are rendered alone. If the prompt begins with them, the recorded ids
+        take their place; the template's tokens after the end of the reply stay.
+        """
+        app = self._sessions.app
+        found = self.session.longest_turn(self.body) if "messages" in self.body else None
+        if found is None:
+            return rendered, 0
+        num_messages, turn = found
+        if rendered[: len(turn.ids)] == turn.ids:
+            return rendered, 0
+        try:
+            before = await app.render(
+                {**self.body, "messages": self.body["messages"][:num_messages]}
+            )
+        except Exception:  # a template may refuse a conversation that ends with a reply
+            return rendered, 0
+        stop = app.end_tokens | set(self.session.opened.sampling.get("stop_token_ids") or ())
+        end = after_the_reply(before, turn.ids[-1], stop)
+        if end is None or rendered[: len(before)] != before:
+            return rendered, 0
+        return turn.ids + rendered[end:], turn.replaced + 1
+
+    async def end(self) -> None:
+        """Stop the generation, if it still runs; it counts as cancelled then."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+
+class Sessions:
+    """Sessions of an engine by their keys.
+
+    Args:
+        rows (`Callable[[Generate, Growing], Awaitable[Completions]]`):
+            Function that generates as for a rank.
+        context (`Callable[[], int]`):
+            Function that returns the tokens that prompt and completion may have together.
+
+    Attributes:
+        app ([`AgentApp`]):
+            App that answers the calls; it is there once a session is.
+    """
+
+    app: AgentApp
+
+    def __init__(
+        self,
+        rows: Callable[[Generate, Growing], Awaitable[Completions]],
+        context: Callable[[], int],
+    ):
+        self.rows = rows
+        self.context = context
+        self._by_key: dict[str, Session] = {}
+
+    def find(self, key: str) -> Session | None:
+        """Return the open session with this key, if there is one."""
+        return self._by_key.get(key)
+
+    def open(self, request: OpenSession, owner: object) -> None:
+        """Serve an agent from now on; raise `Refused` if the key is in use."""
+        if request.key in self._by_key:
+            raise Refused("EngineRefusedError", "a session with this key is open")
+        self._by_key[request.key] = Session(request, owner)
+
+    async def close(self, request: CloseSession) -> Calls:
+        """Close a session and return its record; raise `Refused` if it is not open."""
+        session = self._by_key.pop(request.key, None)
+        if session is None:
+            raise Refused("EngineRefusedError", "no session with this key is open")
+        return await session.close()
+
+    async def close_all(self, owner: object = None) -> None:
+        """Close the sessions of a connection that has ended, or all sessions."""
+        for key, session in list(self._by_key.items()):
+            if owner is None or session.owner is owner:
+                with suppress(Refused):  # another task has closed it
+                    await self.close(CloseSession(key=key))
+
+
+def digests(body: Mapping[str, Any]) -> list[bytes]:
+    """Return a digest of each beginning of a chat request's messages, with the tools and what its template gets."""
+    settings = [body.get("tools") or [], body.get("chat_template_kwargs") or {}]
+    found = []
+    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
+    for message in body["messages"]:
+        digest.update(json.dumps(comparable(message), sort_keys=True).encode())
+        found.append(digest.digest())
+    return found
+
+
+def comparable(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a message that identify it, in one form for all ways in which agents send them."""
+    found = {key: value for key, value in message.items() if value and key not in NOT_COMPARED}
+    content = found.get("content")
+    if isinstance(content, list):
+        found["content"] = "".join(part["text"] for part in content)
+    if "tool_calls" in found:
+        found["tool_calls"] = [comparable_tool_call(call) for call in found["tool_calls"]]
+    return found
+
+
+def comparable_tool_call(call: Mapping[str, Any]) -> list[Any]:
+    """Return id, function and arguments of a tool call; agents may write its JSON anew."""
+    function = call.get("function") or {}
+    arguments: Any = function.get("arguments")
+    with suppress(TypeError, ValueError):  # a model may write what is no JSON
+        arguments = json.loads(arguments)
+    return [call.get("id"), function.get("name"), arguments]
+
+
+def after_the_reply(rendered: Sequence[int], last: int, stop: frozenset[int]) -> int | None:
+    """Return the index in rendered messages after the text of their last reply; `None` if the template ends it with
+    no token that ends a completion.
+
+    Args:
+        rendered (`Sequence[int]`):
+            Token ids of messages that end with the reply.
+        last (`int`):
+            Last token that was sampled. If it ended the completion, the index is after this token; otherwise it is
+            that of the token with which the template ends the reply.
+        stop (`frozenset[int]`):
+            Tokens that end a completion.
+    """
+    ends = {last} if last in stop else stop
+    for index in reversed(range(len(rendered))):
+        if rendered[index] in ends:
+            return index + (last in stop)
+    return None
+
+
+async def why_forks(app: AgentApp) -> str:
+    """Return why replies that come back do not get their recorded ids, as two turns show; empty if they do."""
+    user = {"role": "user", "content": "1"}
+    reply = {"role": "assistant", "content": "2"}
+    try:
+        first = await app.render({"messages": [user, reply]})
+        second = await app.render({"messages": [user, reply, user]})
+    except Exception as error:  # a template raises what it likes
+        return f"the chat template fails ({type(error).__name__})"
+    if second[: len(first)] != first:
+        return "the chat template changes a reply when another message follows it"
+    if not app.end_tokens & set(first):
+        return "the chat template ends a reply with no token that ends a completion"
+    return ""
