@@ -20,8 +20,9 @@ MOST_STEPS = 4
 
 
 def hermes_call(name: str, **arguments: Any) -> str:
-    """Return a call of a tool in the text that vLLM's parser `hermes` finds."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    """Return a call of a tool in the text that vLLM's parser `hermes` finds, with other blanks than the template's."""
+    call = json.dumps({"name": name, "arguments": arguments}, separators=(",", ":"))
+    return f"<tool_call>{call}</tool_call>"
 
 
 # a turn that goes on, and one that ends the agent
@@ -85,7 +86,8 @@ class MiniSweAgent:
     async def __call__(self, session) -> float:
         """Return 1 if the agent has submitted its work."""
         process = await asyncio.create_subprocess_exec(
-            *(self.python, __file__, session.model),
+            # isolated: not with the variables and folders of the Python that trains
+            *(self.python, "-I", __file__, session.model),
             cwd=session.folder,
             env=session.environment | self.settings(session.folder),
             stdout=asyncio.subprocess.PIPE,

@@ -25,8 +25,12 @@ from ..wire.messages import (
 )
 from .backend import AgentApp, Growing, Refused
 
-# Fields of a message that some agents drop when they send it back; a template may need none of them for a later turn
-NOT_COMPARED = ("reasoning", "reasoning_content", "refusal", "annotations", "audio")
+# Fields of a message that some agents drop when they send it back, and one that litellm adds; a template may need none
+# of them for a later turn
+NOT_COMPARED = (
+    *("reasoning", "reasoning_content", "refusal", "annotations", "audio"),
+    "provider_specific_fields",
+)
 CALL: ContextVar["AgentCall"] = ContextVar("call")  # the call that the app answers in this task
 
 
