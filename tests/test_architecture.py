@@ -89,9 +89,16 @@ COLLECTIVES = {
     "rollouts.generation": {"wait_for_everyone"},  # before a sync; `generate` has none
     "saving.checkpoints": {"gather", "wait_for_everyone"},  # which are whole; when one is
     "reporting.steps": {"gather"},  # of a few numbers per rank, once per log
-    # lengths of all ranks; rows between nodes, then within a node
-    "batches.row_exchange": {"all_gather_into_tensor", "all_to_all_single", "new_group"},
+    # lengths of all ranks; rows between nodes, then within a node; with sessions the most rows of a rank
+    "batches.row_exchange": {
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_to_all_single",
+        "new_group",
+    },
     "tools.doctor.ring": {"new_group"},  # one per GPU of a node, before a run
+    # once per batch of an evaluation with sessions
+    "batches.microbatches": {"reduce"},
     # once per optimizer step, instead of TRL's seven per micro-batch
     "batches.local_metrics": {"gather"},
 }

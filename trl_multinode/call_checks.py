@@ -252,9 +252,8 @@ def check_in_flight(args: TrainingArguments, dataset: Any) -> None:
         )
 
 
-def check_harness(host: Any, args: TrainingArguments, call: Call) -> None:
+def check_harness(host: Any, call: Call) -> None:
     """Raise `ConfigurationError` if an agent that owns its loop cannot be trained with these arguments."""
-    check_session_loss(args)
     if not host.rank.has_engines:
         raise ConfigurationError(
             "A `harness` calls an engine over the loopback address, and this node has no engines.",

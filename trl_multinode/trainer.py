@@ -1,6 +1,7 @@
 """`MultiNodeGRPOTrainer`: TRL's `GRPOTrainer` on the engines of every node, with rounds generated ahead."""
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -12,7 +13,7 @@ from trl.data_utils import is_conversational
 
 from .batches.microbatches import BalancedGRPOTrainer
 from .batches.own_loss import LOSSES, RatioCheck, owner_of
-from .batches.session_rows import part_tensor
+from .batches.session_rows import check_session_loss, parts_of
 from .call_checks import check_harness
 from .config import MultiNodeGRPOConfig
 from .errors import ConfigurationError, RolloutError
@@ -86,7 +87,11 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if harness is not None:
             kwargs = with_harness(harness, bound_arguments(self._trl, self, *args, **kwargs))
             self._harness, args = kwargs["rollout_func"], ()
-        super().__init__(*args, **kwargs)
+            self._has_sessions = True
+        with warnings.catch_warnings():
+            if self._harness is not None:  # which calls TRL's by its own experimental name
+                warnings.filterwarnings("ignore", message=".*'rollout_func'")
+            super().__init__(*args, **kwargs)
         if NodeSettings.of(self.args).rehearse_longest:
             self.add_callback(Rehearsal(self))
 
@@ -149,7 +154,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     def _check_call(self, host: NodeHost, settings: Any, call: dict[str, Any]) -> None:
         super()._check_call(host, settings, call)
         if self._harness is not None:
-            check_harness(host, settings, call)
+            check_session_loss(settings)
+            check_harness(host, call)
         if (
             host.settings.dynamic_sampling
             and (owner := owner_of(type(self), "_calculate_rewards")) is not None
@@ -222,7 +228,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         self.vllm_generation.seeds.num_rows = len(inputs)
         output = self._one_round(make)
         if self.session_parts is not None:
-            output[PART] = part_tensor(self.session_parts, output["completion_ids"])
+            output[PART] = parts_of(self.session_parts, output["completion_ids"])
             self.session_parts = None
         self._loss_scores.add_round(output)  # type: ignore[union-attr]
         if self.model.training:
@@ -423,7 +429,7 @@ def with_harness(given: Any, call: dict[str, Any]) -> dict[str, Any]:
 
 def runs_ahead(trainer: MultiNodeGRPOTrainer, settings: NodeSettings) -> bool:
     """Return whether whole rollouts are made ahead of their round, by threads, and not by TRL in the main call."""
-    if settings.scores_groups or trainer._harness is not None:
+    if settings.scores_groups:
         return True
     if not settings.max_staleness:
         return False

@@ -141,7 +141,8 @@ def test_the_fields_of_a_row_are_pinned():
         if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "output"
     ]
     found |= {key.value for key in literal.keys}
-    assert found | {"present_logps"} == {  # that one is of `rollouts/loss_scores.py`
+    # the latter are of `rollouts/loss_scores.py` and `batches/session_rows.py`
+    assert found | {"present_logps", "session_part"} == {
         *PER_TOKEN,
         *MASKS,
         "prompt_ids",

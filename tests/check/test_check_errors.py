@@ -193,8 +193,10 @@ CHECKED: dict[str, list[Row]] = {
 # what decides an error besides file, flags and arguments
 ELSEWHERE = {
     "the trainer's class, its functions or its data, which only the script makes": [
+        "batches/microbatches.py: __init__",
         "batches/own_loss.py: check",
         "batches/own_loss.py: reason_of_loss",
+        "batches/session_rows.py: check_session_loss",
         "batches/shares.py: _check",
         "call_checks.py: check_accepts",
         "call_checks.py: check_columns",

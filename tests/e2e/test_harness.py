@@ -9,6 +9,7 @@ import pytest
 from waiting import HANG_S
 
 from multinode_kit.engines import FAKE
+from multinode_kit.models import tiny_qwen2
 from multinode_kit.nodes import Nodes
 
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
@@ -41,6 +42,7 @@ NUM_ITERATIONS = {"sync": 1, "ahead": 2, "flight": 1}
 def folder(tmp_path_factory) -> Path:
     """Three trainers, one after the other."""
     folder = tmp_path_factory.mktemp("harness")
+    tiny_qwen2(tied=False).save_pretrained(folder / "model")
     with Nodes(
         2, 1, folder=folder, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True
     ) as nodes:

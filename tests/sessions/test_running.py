@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -315,11 +316,16 @@ def test_processes_of_a_session_end_with_it(rig):
             "import os, time; os.fork() and os._exit(0); os.setsid(); "
             "print(os.getpid(), flush=True); time.sleep(600)"
         )
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", script, env=session.environment, stdout=asyncio.subprocess.PIPE
+        process = subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=session.environment,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        assert process.stdout is not None
-        pids.append(int(await process.stdout.readline()))
+        with process:
+            assert process.stdout is not None
+            pids.append(int(process.stdout.readline()))
+            process.stdout.close()
         return 1.0
 
     rig.run(start)

@@ -29,6 +29,7 @@ PER_TOKEN = {
     "sampling_per_token_logps": 0,
     "present_logps": 0,  # of `rollouts/loss_scores.py`
     "importance_sampling_ratio": 1,
+    "session_part": 0,  # of `session_rows.py`
 }
 MASKS = ("prompt_mask", "completion_mask")  # rows omit them, because the lengths determine them
 

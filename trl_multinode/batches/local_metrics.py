@@ -5,6 +5,7 @@ requires the same number of rows on every rank. Here a mean is over all tokens o
 maximum over all its rows, as TRL logs them for a step of a single micro-batch.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ EXTREMES = ("min", "max")  # suffixes of the metrics that are extremes over rows
 
 
 class LocalMetrics:
-    """The metrics of one optimizer step of one rank."""
+    """The metrics of one optimizer step, or of one batch of an evaluation, of one rank."""
 
     def __init__(self) -> None:
         # (sum, count), or an extreme twice
@@ -35,7 +36,9 @@ class LocalMetrics:
         with (
             replaced(trainer.accelerator, "reduce", self._reduce),
             replaced(trainer.accelerator, "gather", lambda tensor: tensor),
-            replaced(trainer, "_metrics", trainer._metrics | {"train": _Lists(self._append)}),
+            replaced(
+                trainer, "_metrics", trainer._metrics | {mode_of(trainer): _Lists(self._append)}
+            ),
         ):
             yield
 
@@ -65,8 +68,15 @@ class LocalMetrics:
             value, count = _combine(name, every[:, index]).tolist()
             if not name.endswith(EXTREMES):
                 value /= max(count, 1.0)
-            trainer._metrics["train"][name].append(value)
+            elif math.isinf(value):
+                continue  # no token of the step is trained
+            trainer._metrics[mode_of(trainer)][name].append(value)
         self._values.clear()
+
+
+def mode_of(trainer: GRPOTrainer) -> str:
+    """Return TRL's name of what the trainer does, by which it keeps its metrics."""
+    return "train" if trainer.model.training else "eval"
 
 
 def _combine(name: str, pairs: torch.Tensor) -> torch.Tensor:

@@ -16,13 +16,15 @@ import torch
 from transformers import Trainer
 from trl import GRPOTrainer
 
+from ..errors import ConfigurationError
 from ..images import every_row_has_images, may_skip_vision_tower
 from ..node_settings import NodeSettings
 from ..run.reporter import report
 from .layouts import Compact, Row, join_rows
-from .local_metrics import LocalMetrics
+from .local_metrics import LocalMetrics, mode_of
 from .own_loss import reason_of_loss
 from .row_images import TYPE_IDS, images_in
+from .session_rows import PART, parts_of
 from .shares import RowDealer, Share, Tensors
 
 # the loss of a micro-batch is a mean over its rows
@@ -55,6 +57,9 @@ def reason_against(trainer: GRPOTrainer) -> str | None:
         f"loss_type={trainer.loss_type!r} is not a sum over rows": (
             trainer.loss_reduction is None
             and trainer.loss_type not in MEAN_OVER_ROWS + SUM_OVER_TOKENS
+        ),
+        "a mean over rows does not know which of them are of one session": (
+            trainer._has_sessions and trainer.loss_reduction == "rows"
         ),
         "the entropy bonus is a mean over the tokens of a micro-batch": trainer._entropy_bonus_enabled,
         "top_entropy_quantile is taken over a micro-batch": trainer.top_entropy_quantile < 1.0,
@@ -115,9 +120,10 @@ class MicroSteps(Trainer):
         self._balance.slices.append(with_tool_mask(self, self._prepare_inputs(inputs)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
+        slices, self._balance.slices = self._balance.slices, []
         micro_step = super().training_step
-        return self._balance.train(
-            model, lambda batch: micro_step(model, batch, num_items_in_batch)
+        return self._balance.run(
+            slices, model, lambda batch: micro_step(model, batch, num_items_in_batch)
         )
 
 
@@ -141,18 +147,29 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
     ```
 
     Raises:
-        `ConfigurationError`: while training, on every rank, if a row is longer than `micro_batch_tokens`.
+        `ConfigurationError`: while training, on every rank, if a row is longer than `micro_batch_tokens`; with
+            sessions also at the start, if TRL's micro-batches must be kept.
     """
 
     # How a subclass with a loss of its own reduces it: "rows", the mean over the rows of its batch, or "tokens", the
     # sum over its tokens divided by `inputs["num_items_in_batch"]`; `None` is TRL's loss with its `loss_type`
     loss_reduction: ClassVar[str | None] = None
+    # TRL's rows are sessions, which are cut into rows; set before `__init__`
+    _has_sessions = False
+    # values of `PART` of each session of a round, while the round is scored
+    session_parts: list[list[int]] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if NodeSettings.of(self.args).micro_batch_tokens is None:
             return
         if reason := reason_against(self):
+            if self._has_sessions:
+                raise ConfigurationError(
+                    f"`harness` needs balanced micro-batches, and they cannot be used: {reason}.",
+                    setting="harness",
+                    cure="Use another model or loss, or a loop of your own (`rollout_func`).",
+                )
             if self.accelerator.is_main_process:
                 report(f"micro_batch_tokens is off, the micro-batches are TRL's: {reason}")
             return
@@ -183,6 +200,21 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return loss * self._balance.scale(len(inputs["prompt_ids"]))
 
+    def prediction_step(
+        self,
+        model: torch.nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple:
+        step = super().prediction_step
+        if self._balance is None or not self._has_sessions:
+            return step(model, inputs, prediction_loss_only, ignore_keys)
+        slices = [with_tool_mask(self, self._prepare_inputs(inputs))]
+        loss = self._balance.run(slices, model, lambda batch: step(model, batch, True)[0])
+        # of all ranks, because transformers counts only some of them in a last batch that was filled up
+        return self.accelerator.reduce(loss, "mean"), None, None
+
     def _get_per_token_logps_and_entropies(
         self,
         model: torch.nn.Module,
@@ -193,7 +225,7 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
         **kwargs: Any,
     ) -> Scores:
         score = super()._get_per_token_logps_and_entropies
-        if self._balance is None or not self.model.training:
+        if self._balance is None or not (self.model.training or self._has_sessions):
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
 
         def compact(ids: torch.Tensor, mask: torch.Tensor, keep: int, fields: dict) -> Scores:
@@ -206,7 +238,7 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
             found = score(call, layout.ids(ids), layout.attention_mask, keep, **fields)
             return layout.restore(found[0]), layout.restore(found[1]), found[2]
 
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self._balance.inside:
             return compact(input_ids, attention_mask, logits_to_keep, kwargs)
         images = images_in(kwargs)
         logps = self._balance.score(compact, input_ids, attention_mask, logits_to_keep, images)
@@ -251,11 +283,16 @@ class Balance:
         """Return the factor that makes a micro-batch's loss its part of TRL's loss: see docs/use/balance.md."""
         return rows / self._slice_rows if self._trainer.is_mean_over_rows else 1.0
 
-    def train(
-        self, model: torch.nn.Module, micro_step: Callable[[Tensors], torch.Tensor]
+    def run(
+        self,
+        slices: list[Tensors],
+        model: torch.nn.Module,
+        micro_step: Callable[[Tensors], torch.Tensor],
     ) -> torch.Tensor:
-        """Run all micro-steps of an optimizer step; return this rank's loss, scaled like the sum over TRL's calls."""
-        slices, self.slices = self.slices, []
+        """Run all micro-steps of the slices of an optimizer step, or of one batch of an evaluation.
+
+        Returns this rank's loss, scaled like the sum over TRL's calls.
+        """
         self._slice_rows = len(slices[0]["prompt_ids"])
         shares = [self.dealer.share(block) for block in self._blocks(slices)]
         batches = [(share.scalars, rows) for share in shares for rows in share.steps]
@@ -309,6 +346,11 @@ class Balance:
             "completion_mask": mask[:, -keep:],
             **images,
         }
+        is_completion = rows_of_trl["completion_mask"].bool()
+        if self._trainer.session_parts is not None:
+            parts = parts_of(self._trainer.session_parts, rows_of_trl["completion_ids"])
+            rows_of_trl[PART] = parts
+            is_completion = is_completion & (parts % 2 == 0)
         share = self.dealer.share([rows_of_trl])
         found: dict[int, torch.Tensor] = {}
         for rows in share.steps:
@@ -321,8 +363,7 @@ class Balance:
                 found[number] = row[: share.sizes[number, 1]]
         found |= self.dealer.send_back(share, found)
         result = logps.new_zeros(len(input_ids), keep)
-        for row, number in zip(result, share.own, strict=True):
-            row[: len(found[number])] = found[number]
+        result[is_completion] = torch.cat([found[number] for number in share.own]).to(result)
         return result
 
     def _join(self, rows: dict[int, Row]) -> Tensors:
@@ -346,4 +387,4 @@ class Balance:
             "lost_s": seconds * float(1 - cheapest_rank / lock_step),
         }
         for name, value in values.items():
-            self._trainer._metrics["train"][f"balance/{name}"].append(value)
+            self._trainer._metrics[mode_of(self._trainer)][f"balance/{name}"].append(value)

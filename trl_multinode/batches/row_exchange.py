@@ -59,8 +59,9 @@ class RowExchange:
     def all_lengths(self, mine: torch.Tensor) -> np.ndarray:
         """Gather the prompt and completion tokens and the record's words of all rows, shape `(world_size, rows, 3)`.
 
-        A collective of all ranks, which hold the same number of rows each, because TRL's batch size sets it. It is all
-        that ranks must agree on: 12 bytes a row, 1.4 MB for 128 rows on each of 896 ranks.
+        A collective of all ranks, which hold the same number of rows each, because TRL's batch size sets it, or
+        `RowDealer` has added empty ones. It is all that ranks must agree on: 12 bytes a row, 1.4 MB for 128 rows on
+        each of 896 ranks.
 
         Args:
             mine (`torch.Tensor` of shape `(rows, 3)`):
@@ -73,6 +74,12 @@ class RowExchange:
         every = mine.new_empty(world * len(mine), mine.shape[1])
         dist.all_gather_into_tensor(every, mine)
         return every.view(world, *mine.shape).cpu().numpy()
+
+    def most(self, number: torch.Tensor) -> int:
+        """Return the greatest of the ranks' numbers. A collective of all ranks."""
+        if len(self._node) > 1:
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+        return int(number)
 
     def move(
         self,

@@ -11,6 +11,7 @@ from ..node_settings import NodeSettings
 from .batching import Plan, plan_micro_steps
 from .layouts import PER_TOKEN, Row, cut_rows, num_words, record_to_row, row_to_record, to_words
 from .row_exchange import RowExchange, topology_of_ranks
+from .session_rows import MEANS, PART, cut_session, empty_row
 
 Tensors = dict[str, torch.Tensor]
 
@@ -61,11 +62,14 @@ class RowDealer:
         self.per_token = frozenset(PER_TOKEN) - (
             {"importance_sampling_ratio"} if per_sequence else set()
         )
+        self._has_share = trainer.loss_reduction is None and trainer.loss_type in MEANS
         self._planned_lengths = np.empty(0)  # of `_last_plan`
 
     def share(self, inputs: list[Tensors]) -> Share:
         """Plan the rows of all ranks, exchange them, and return this rank's share."""
         cut = [row for part in inputs for row in cut_rows(part, self.per_token)]
+        if PART in cut[0]:
+            cut = self._rows_of_sessions(cut)
         mine = [[len(row["prompt_ids"]), len(row["completion_ids"]), num_words(row)] for row in cut]
         table = self.exchange.all_lengths(cut[0]["prompt_ids"].new_tensor(mine))
         padded = -(-table[..., :2].sum(2) // self._multiple) * self._multiple
@@ -98,6 +102,14 @@ class RowDealer:
         sizes = share.sizes[:, 1]
         back = self.exchange.move(records, sizes, share.plan.targets, owners)
         return {number: record.view(torch.float32) for number, record in back.items()}
+
+    def _rows_of_sessions(self, sessions: list[Row]) -> list[Row]:
+        """Cut sessions into rows, and add empty ones, so that all ranks have the same number."""
+        rows: list[Row] = []
+        for session in sessions:
+            rows += cut_session(session, self.per_token, self._has_share)
+        most = self.exchange.most(rows[0]["prompt_ids"].new_tensor(len(rows)))
+        return rows + [empty_row(rows[0], self.per_token)] * (most - len(rows))
 
     def _plan(self, padded: np.ndarray) -> Plan:
         """Plan rows of these lengths. The passes of the old and the reference log-probs share a plan."""

@@ -279,15 +279,16 @@ class AgentCalls:
             raise CallError(404, f"this endpoint serves {', '.join(ROUTES)}")
         if scope["method"] != ROUTES[path]:
             raise CallError(405, f"{path} wants {ROUTES[path]}")
-        if session.num_begun >= session.opened.max_calls:
-            raise CallError(429, f"the session has made its {session.num_begun} calls")
         if scope["method"] == "GET":
             await self._run_app(scope, b"", receive, reply)
             return
+        if session.num_begun >= session.opened.max_calls:
+            # not 429, after which many clients would try again for minutes
+            raise CallError(403, f"the session has made its {session.num_begun} calls")
+        session.num_begun += 1
         body, overridden = checked_body(
             await read_body(receive), path == CHAT, self._sessions.app.model
         )
-        session.num_begun += 1
         session.overridden |= overridden
         reply.call = call = AgentCall(session, body, self._sessions)
         CALL.set(call)

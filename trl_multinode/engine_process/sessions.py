@@ -25,12 +25,8 @@ from ..wire.messages import (
 )
 from .backend import AgentApp, Growing, Refused
 
-# Fields of a message that some agents drop when they send it back, and one that litellm adds; a template may need none
-# of them for a later turn
-NOT_COMPARED = (
-    *("reasoning", "reasoning_content", "refusal", "annotations", "audio"),
-    "provider_specific_fields",
-)
+# Fields of a message by which it is found again. Agents drop others, such as its reasoning, or add some of their own
+COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 CALL: ContextVar["AgentCall"] = ContextVar("call")  # the call that the app answers in this task
 
 
@@ -289,7 +285,7 @@ def digests(body: Mapping[str, Any]) -> list[bytes]:
 
 def comparable(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a message that identify it, in one form for all ways in which agents send them."""
-    found = {key: value for key, value in message.items() if value and key not in NOT_COMPARED}
+    found = {key: message[key] for key in COMPARED if message.get(key)}
     content = found.get("content")
     if isinstance(content, list):
         found["content"] = "".join(part["text"] for part in content)

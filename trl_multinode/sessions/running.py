@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -74,6 +74,7 @@ class HarnessThread(threading.Thread):
         self.error: BaseException | None = None
         self.ended = threading.Event()
         self._harness, self._session = harness, session
+        self._was_cancelled = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task | None = None
 
@@ -91,9 +92,13 @@ class HarnessThread(threading.Thread):
         return await self._harness.run(self._session)
 
     def cancel(self) -> None:
-        """Raise `asyncio.CancelledError` in the harness, and wait a while for its end."""
-        if self._loop is not None and self._task is not None and not self.ended.is_set():
-            self._loop.call_soon_threadsafe(self._task.cancel)
+        """Raise `asyncio.CancelledError` in the harness, and wait a while for its end. Only the first call does."""
+        if self._was_cancelled or self.ended.is_set():
+            return
+        self._was_cancelled = True
+        if self._loop is not None and self._task is not None:
+            with suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._task.cancel)
         self.ended.wait(CANCELLED_S)
 
 

@@ -16,7 +16,7 @@ from common import RANK, make_trainer, write_result
 from datasets import Dataset
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from multinode_kit.models import tiny_qwen2, tiny_tokenizer
+from multinode_kit.models import tiny_tokenizer
 from trl_multinode.sessions.running import Sessions
 
 folder, jobs_json = sys.argv[1:]
@@ -130,7 +130,7 @@ def run(
     trained: list[dict] = []
     recorded_sessions(sessions)
     trainer = make_trainer(
-        tiny_qwen2(tied=False), None, f"{folder}/{settings.pop('output', name)}", [],
+        f"{folder}/model", None, f"{folder}/{settings.pop('output', name)}", [],
         dataset=rows(prompts), eval_dataset=rows(4) if evaluates else None, processing_class=tokenizer,
         harness=agent, rollout_seed=5, micro_batch_tokens=512, vllm_max_model_length=512,
         vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0,
