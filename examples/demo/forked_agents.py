@@ -36,7 +36,12 @@ class Agents:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno())]
-            subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+
+    def close(self) -> None:
+        """End the process; the end of this one does it too."""
+        self._socket.close()
+        self._process.wait()
 
     async def run(self, session) -> None:
         """Run the agent for a session in a fork, which ends with the session."""
@@ -58,10 +63,11 @@ def serve(requests: socket.socket) -> None:
 
     # no child is waited for
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    client = OpenAI(base_url=NOBODY, api_key="none", max_retries=0)
+    client = OpenAI(base_url=NOBODY, api_key="none")
     # the first call of a process takes 0.14 s of a core, after this one 0.03 s
     with suppress(APIConnectionError):
-        client.chat.completions.create(model="none", messages=[], tools=harness_agent.TOOLS)
+        once = client.with_options(max_retries=0)
+        once.chat.completions.create(model="none", messages=[], tools=harness_agent.TOOLS)
     gc.freeze()
     while True:
         request, fds, _, _ = socket.recv_fds(requests, REQUEST_BYTES, 1)

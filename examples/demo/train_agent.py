@@ -20,19 +20,21 @@ ROWS_PER_RANK = 32  # 16 hunts a step on 4 ranks
 
 def make_config(options: argparse.Namespace, **of_loop: Any) -> GRPOConfig:
     """Return the settings of a run; `of_loop` are those that belong to one kind of loop."""
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": ROWS_PER_RANK,
+        "per_device_eval_batch_size": ROWS_PER_RANK,
+        "learning_rate": 5e-4,
+    }
     return GRPOConfig(
         output_dir=str(options.output_dir),
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
         max_steps=options.steps,
-        per_device_train_batch_size=ROWS_PER_RANK,
-        per_device_eval_batch_size=ROWS_PER_RANK,
         num_generations=NUM_GENERATIONS,
         max_staleness=1,  # whole hunts run beside training
         vllm_importance_sampling_mode="token_truncate",  # docs/use/ahead.md says why
         vllm_importance_sampling_clip_max=2.0,
-        learning_rate=5e-4,
         lr_scheduler_type="constant",
         beta=0.0,
         temperature=1.0,
@@ -46,7 +48,7 @@ def make_config(options: argparse.Namespace, **of_loop: Any) -> GRPOConfig:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        **of_loop,
+        **settings | of_loop,
     )
 
 

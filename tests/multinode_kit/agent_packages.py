@@ -14,8 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trl_multinode.sessions.harness import Session
+
 MINI_SWE_AGENT = "mini-swe-agent==2.4.6"
 INSTALL_LIMIT_S = 600.0
+PROGRAM = Path(__file__).with_name("mini_swe_program.py")
 MOST_STEPS = 4
 
 
@@ -33,12 +36,12 @@ MINI_SWE_AGENT_TURNS = (
 )
 
 
-async def smolagents_agent(session) -> float:
+async def smolagents_agent(session: Session) -> float:
     """Run smolagents' `ToolCallingAgent` in a thread of this process. It returns 1 if the agent has answered."""
     return await asyncio.to_thread(run_smolagents, session)
 
 
-def run_smolagents(session) -> float:
+def run_smolagents(session: Session) -> float:
     from smolagents import LogLevel, OpenAIModel, ToolCallingAgent, tool
     from smolagents.agents import EMPTY_PROMPT_TEMPLATES
     from smolagents.models import REMOVE_PARAMETER
@@ -83,11 +86,11 @@ class MiniSweAgent:
     def __init__(self, python: Path):
         self.python = python
 
-    async def __call__(self, session) -> float:
+    async def __call__(self, session: Session) -> float:
         """Return 1 if the agent has submitted its work."""
         process = await asyncio.create_subprocess_exec(
             # isolated: not with the variables and folders of the Python that trains
-            *(self.python, "-I", __file__, session.model),
+            *(self.python, "-I", PROGRAM, session.model),
             cwd=session.folder,
             env=session.environment | self.settings(session.folder),
             stdout=asyncio.subprocess.PIPE,
@@ -143,24 +146,3 @@ def install_mini_swe_agent(folder: Path, environment: Mapping[str, str]) -> Path
             timeout=INSTALL_LIMIT_S,
         )
     return python
-
-
-def run_mini_swe_agent(model: str) -> None:
-    """Run the agent in this process, which has its environment, and print its result."""
-    from minisweagent.agents.default import DefaultAgent
-    from minisweagent.environments.local import LocalEnvironment
-    from minisweagent.models.litellm_model import LitellmModel
-
-    agent = DefaultAgent(
-        # address and key are in the environment
-        LitellmModel(model_name=f"openai/{model}"),
-        LocalEnvironment(),
-        system_template="Use bash.",
-        instance_template="{{task}}",
-        step_limit=MOST_STEPS,
-    )
-    print(json.dumps(agent.run("Finish.")))
-
-
-if __name__ == "__main__":
-    run_mini_swe_agent(sys.argv[1])
