@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3.11
 MODE ?= sync
-MODES := sync ahead ahead-only balance-only in-flight agent pool real fake pool-fake
+MODES := sync ahead ahead-only balance-only in-flight agent harness pool real fake pool-fake
 # before an installation of minutes
 ifeq ($(filter $(MODE),$(MODES)),)
 $(error MODE is one of: $(MODES) (got $(MODE)))
@@ -24,6 +24,7 @@ help:
 	@echo "make demo MODE=ahead        the same with rollouts one round ahead and balanced micro-batches"
 	@echo "make demo MODE=in-flight    completions of 1 to 64 tokens that continue across weight updates"
 	@echo "make demo MODE=agent        an agent that must call a tool, in an environment; whole hunts one round ahead"
+	@echo "make demo MODE=harness      the same hunts by agents in processes of their own, which call the engine over HTTP"
 	@echo "make demo MODE=pool         no engine on the nodes: an agent's engine joins while the run trains, another one leaves"
 	@echo "make demo MODE=real         SmolLM2-135M on sums of reasoning-gym instead of a tiny model; 20 minutes"
 	@echo "make bench     figures of benchmarks/RESULTS.md; an hour, on a machine with nothing else to do"

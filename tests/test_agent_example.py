@@ -1,10 +1,17 @@
-"""examples/agent.py and the tiny model that plays it in `make demo MODE=agent`; docs/use/agents.md has a run of it."""
+"""examples/agent.py, examples/harness.py and the tiny model that plays them in `make demo`; runs are in docs/use."""
 
+import asyncio
+import json
 import random
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import deepspeed  # noqa: F401  sets a variable when it is imported: let that be before the tests
+import psutil
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -13,8 +20,12 @@ from trl.chat_template_utils import (
     parse_response,
     supports_tool_calling,
 )
+from waiting import HANG_S, until
 
-from trl_multinode import GRPOTrainer  # noqa: F401  sets some more: the example imports it
+from trl_multinode import (
+    GRPOTrainer,  # noqa: F401  sets some more: the example imports it
+    Session,
+)
 
 pytestmark = pytest.mark.nightly
 
@@ -31,7 +42,10 @@ def demo():
         import agent_model
 
         yield agent, agent_model
-    for name in ("agent", "agent_model", "modes", "report", "rows", "task", "train", "train_agent"):
+    for name in (
+        *("agent", "agent_model", "forked_agents", "harness", "harness_agent"),
+        *("modes", "report", "rows", "task", "train", "train_agent"),
+    ):
         sys.modules.pop(name, None)  # short names, which others may use
 
 
@@ -148,3 +162,128 @@ def test_only_the_assistants_tokens_are_learned_in_the_warm_up(demo, tokenizer):
         == f"<call> open_box color = {color} <eos> {answer} <eos>"
     )
     assert torch.equal(labels[labels >= 0], ids[labels >= 0])
+
+
+# ---- the agent that owns its loop
+
+
+def test_hermes_calls_are_the_json_that_the_parser_reads_and_render_alike(demo):
+    tokenizer = demo[1].make_tokenizer(hermes=True)
+    calls = 0
+    for chat in played(demo, 50)[1]:
+        ids = tokenizer.apply_chat_template(chat, return_dict=False)
+        assert tokenizer.unk_token_id not in ids
+        found = tokenizer.decode(ids).split("<tool_call>")[1:]
+        made = [call["function"] for message in chat for call in message.get("tool_calls", ())]
+        assert [json.loads(text.split("</tool_call>")[0]) for text in found] == made
+        calls += len(made)
+    assert calls > 25
+
+
+class Model(BaseHTTPRequestHandler):
+    """Server of a player who follows the notes."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        assert self.headers["authorization"] == "Bearer the key"
+        self.server.began.append(body)  # type: ignore[attr-defined]
+        if self.server.hangs:  # type: ignore[attr-defined]
+            self.rfile.read(1)
+            return
+        last = body["messages"][-1]
+        color = last["content"].split(" box")[0].split()[-1]
+        message: dict = {"role": "assistant", "content": color}
+        if "treasure is in" not in last["content"]:
+            function = {"name": "open_box", "arguments": json.dumps({"color": color})}
+            call = {"id": "a call", "type": "function", "function": function}
+            message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        reply = {"id": "a reply", "object": "chat.completion", "created": 0, "model": "policy"}
+        reply["choices"] = [{"index": 0, "message": message, "finish_reason": "stop"}]
+        answer = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@contextmanager
+def model_server(hangs: bool = False) -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Model)
+    server.began, server.hangs = [], hangs  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def session_on(server: ThreadingHTTPServer, folder: Path) -> Session:
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    folder.mkdir()
+    return Session({"path": PATH}, url, "the key", "policy", folder, timeout_s=HANG_S, max_calls=8)
+
+
+@pytest.mark.parametrize("kind", ["process", "fork"])
+def test_an_agent_in_a_process_of_its_own_plays_a_hunt(demo, kind, tmp_path):
+    import forked_agents
+    import harness
+
+    agents = forked_agents.Agents()
+    run_agent = harness.start_agent if kind == "process" else agents.run
+    try:
+        with model_server() as server:
+            session = session_on(server, tmp_path / "session")
+            assert asyncio.run(harness.hunt(session, run_agent)) == 1.0
+        messages = server.began[-1]["messages"]
+        assert [message["role"] for message in messages] == [
+            "user", *["assistant", "tool"] * 2
+        ]  # fmt: skip
+        assert server.began[-1]["tools"][0]["function"]["name"] == "open_box"
+    finally:
+        agents.close()
+
+
+@pytest.mark.parametrize("kind", ["process", "fork"])
+def test_a_cancelled_agent_ends(demo, kind, tmp_path):
+    import forked_agents
+    import harness
+
+    agents = forked_agents.Agents()
+    run_agent = harness.start_agent if kind == "process" else agents.run
+
+    async def cancel() -> None:
+        task = asyncio.create_task(harness.hunt(session, run_agent))
+        while not server.began:
+            assert not task.done()
+            await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    try:
+        with model_server(hangs=True) as server:
+            session = session_on(server, tmp_path / "session")
+            before = psutil.Process().children(recursive=True)
+            asyncio.run(cancel())
+            until(
+                lambda: psutil.Process().children(recursive=True) == before, "the agent has ended"
+            )
+    finally:
+        agents.close()
+
+
+def test_the_reward_of_a_hunt_is_that_of_the_environment(demo):
+    import harness
+
+    assert harness.reward_of({"opened": ["red", "blue"], "answer": " green"}, PATH) == 1.0
+    assert harness.reward_of({"opened": ["red", "red", ""], "answer": "green or red"}, PATH) == 0.25
+    assert harness.reward_of({"opened": [], "answer": "GREEN"}, PATH) == 0.5

@@ -1,10 +1,11 @@
-"""Tiny model of `make demo MODE=agent`, with a tokenizer and a chat template that can call tools. No hub.
+"""Tiny model of `make demo MODE=agent` and `MODE=harness`, with a tokenizer and a chat template that can call tools.
 
-Usage: `python examples/demo/agent_model.py FOLDER`; then `from_pretrained` loads the folder.
+Usage: `python examples/demo/agent_model.py FOLDER`, without the hub; then `from_pretrained` loads the folder.
 
-A token is a word, and a call of a tool is 6 of them: `<call> open_box color = blue <eos>`. The model is warmed up
-for 20 s, without rewards, on hunts of a careless player, who mostly opens and names random boxes. It then writes
-well-formed calls, as a pretrained model would, and plays badly.
+A token is a word, and a call of a tool is 6 of them: `<call> open_box color = blue <eos>`. With `--hermes` a call is
+text that vLLM's parser `hermes` finds, in 3 tokens: one up to the color, one with the color and the end, and `<eos>`.
+The model is warmed up for 20 s, without rewards, on hunts of a careless player, who mostly opens and names random
+boxes. It then writes well-formed calls, as a pretrained model would, and plays badly.
 """
 
 import argparse
@@ -25,12 +26,23 @@ from agent import COLORS, QUESTION, TreasureHunt, make_datasets
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 SPECIAL = [PAD, EOS, UNKNOWN, "<user>", "<assistant>", "<tool>", "<call>"]
+CALL = """\
+        {{- '<call> ' + call.function.name }}
+        {%- for name, value in call.function.arguments.items() %}{{ ' ' + name + ' = ' + value | string }}{% endfor %}
+"""
+HERMES_CALL = """\
+        {{- '<tool_call>{"name": "' + call.function.name + '", ' }}
+        {{- '"arguments": ' + call.function.arguments | tojson + '}</tool_call>' }}
+"""
+HERMES_TOKENS = [
+    '<tool_call>{"name": "open_box", "arguments": {"color":',
+    *(f'"{color}"}}}}</tool_call>' for color in COLORS),
+]
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {{- '<' + message.role + '> ' }}
     {%- for call in message.tool_calls or [] %}
-        {{- '<call> ' + call.function.name }}
-        {%- for name, value in call.function.arguments.items() %}{{ ' ' + name + ' = ' + value | string }}{% endfor %}
+CALL
     {%- endfor %}
     {{- (message.content or '') + ' <eos> ' }}
 {%- endfor %}
@@ -78,14 +90,15 @@ def words() -> list[str]:
     return sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]+", text)})
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(hermes: bool = False) -> PreTrainedTokenizerFast:
     """Build a tokenizer with a token for each word, which can render and parse calls of tools."""
+    special = [*SPECIAL, *HERMES_TOKENS] if hermes else SPECIAL
     tokenizer = Tokenizer(
-        WordLevel({word: i for i, word in enumerate([*SPECIAL, *words()])}, unk_token=UNKNOWN)
+        WordLevel({word: i for i, word in enumerate([*special, *words()])}, unk_token=UNKNOWN)
     )
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+        [AddedToken(token, special=True, normalized=False) for token in special]
     )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -94,7 +107,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         unk_token=UNKNOWN,
         padding_side="left",
     )
-    fast.chat_template, fast.response_template = CHAT_TEMPLATE, RESPONSE_TEMPLATE
+    fast.chat_template = CHAT_TEMPLATE.replace("CALL\n", HERMES_CALL if hermes else CALL)
+    if not hermes:
+        fast.response_template = RESPONSE_TEMPLATE
     return fast
 
 
@@ -177,8 +192,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=200, help="of the warm-up")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hermes", action="store_true", help="calls for vLLM's parser hermes")
     options = parser.parse_args()
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(options.hermes)
     model = make_model(len(tokenizer), options.seed)
     print(f"loss after the warm-up: {warm_up(model, tokenizer, options.steps, options.seed):.3f}")
     model.save_pretrained(options.folder)

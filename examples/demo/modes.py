@@ -47,6 +47,7 @@ class Demo:
     forked: bool = False  # launchers and ranks are forks, which saves their imports
     own_cores: bool = False  # each node has cores of its own
     model: str | None = None  # script that makes the model's folder before the launch
+    model_arguments: tuple[str, ...] = ()  # of this script
     environment: Mapping[str, str] = field(default_factory=dict)  # of all processes
     has_pool: bool = False  # agents bring all engines; one joins late and one leaves
 
@@ -72,7 +73,10 @@ LONG = Demo(
 )
 AGENT = Demo("train_agent.py", num_ranks=4, steps=60, minutes=6, timeout_s=1800.0, learned=0.3, constant=0.2,
              model="agent_model.py")  # fmt: skip
+# the same hunts; the agents are processes of their own, which call the engine over HTTP
+HARNESS = replace(AGENT, script="train_harness.py", minutes=8, model_arguments=("--hermes",))
 DEMOS: dict[str, Demo] = {
-    **dict.fromkeys(MODES, SMALL), "in-flight": LONG, "fake": FAKE, "agent": AGENT, "real": REAL,
+    **dict.fromkeys(MODES, SMALL), "in-flight": LONG, "fake": FAKE, "agent": AGENT,
+    "harness": HARNESS, "real": REAL,
     "pool": POOL_REAL, "pool-fake": POOL_FAKE,
 }  # fmt: skip

@@ -198,10 +198,10 @@ def show(demo: Demo, folder: Path, wall_s: float, synced: bool) -> bool:
     return good
 
 
-def save_model(script: str, folder: Path) -> None:
+def save_model(demo: Demo, script: str, folder: Path) -> None:
     """Save the mode's model once, for all ranks; raise `DemoError` if that fails."""
     print(f"[demo] making the model ({script})", flush=True)
-    command = [sys.executable, str(HERE / script), str(folder / "model")]
+    command = [sys.executable, str(HERE / script), str(folder / "model"), *demo.model_arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=MODEL_LIMIT_S)
     if done.returncode != 0:
         raise DemoError(f"{script} could not make the model.\n{done.stderr[-2000:]}")
@@ -228,7 +228,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--steps",
         type=int,
-        help="default: 80, in mode in-flight 120, agent 60, real 24, fake and pool-fake 30",
+        help="default: 80, in mode in-flight 120, agent and harness 60, real 24, fake and pool-fake 30",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -241,7 +241,7 @@ def parse_arguments() -> argparse.Namespace:
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="default: 900, in-flight, agent and pool 1800, real 7200, fake and pool-fake 300",
+        help="default: 900, in-flight, agent, harness and pool 1800, real 7200, fake and pool-fake 300",
     )
     options = parser.parse_args()
     if options.no_sync and DEMOS[options.mode].has_pool:
@@ -265,7 +265,7 @@ def main() -> int:
     start = time.monotonic()
     try:
         if demo.model:
-            save_model(demo.model, options.output_dir)
+            save_model(demo, demo.model, options.output_dir)
         launch(demo, options.output_dir, steps, arguments, options.timeout or demo.timeout_s)
     except DemoError as error:
         print(f"[demo] {error}", file=sys.stderr)

@@ -13,14 +13,14 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 DONE = "done"
 
 
-def tool_tokenizer() -> PreTrainedTokenizerFast:
+def tool_tokenizer(call: str = CALL, done: str = DONE) -> PreTrainedTokenizerFast:
     """Build a tokenizer with Qwen2.5's chat template over bytes; a turn's end, a tool call and "done" are a token
     each."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(
         [AddedToken(text, special=text.startswith("<|")) for text in ("<|im_start|>", TURN_END)]
     )
-    tokenizer.add_tokens([AddedToken(CALL), AddedToken(DONE)])
+    tokenizer.add_tokens([AddedToken(call), AddedToken(done)])
     tokenizer.eos_token = TURN_END
     tokenizer.chat_template = (
         resources.files("trl").joinpath("chat_templates/qwen2_5.jinja").read_text()
@@ -28,7 +28,12 @@ def tool_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def tool_model(calls: float = 8.0, words: Sequence[int] = (), **sizes: int) -> PreTrainedModel:
+def tool_model(
+    calls: float = 8.0,
+    words: Sequence[int] = (),
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    **sizes: int,
+) -> PreTrainedModel:
     """
     Build a model like [`counting_model`], with other rows in the head.
 
@@ -37,12 +42,16 @@ def tool_model(calls: float = 8.0, words: Sequence[int] = (), **sizes: int) -> P
             Weight of the tool call. With 8 it is as likely as "done", with less "done" is likelier.
         words (`Sequence[int]`):
             Tokens after which all of them, "done" and an end are equally likely.
+        tokenizer (`PreTrainedTokenizerFast`, *optional*):
+            One of [`tool_tokenizer`] with another call and another "done".
         **sizes:
             Sizes of the model, as in [`tiny_qwen2`].
     """
-    tokenizer, model = tool_tokenizer(), tiny_qwen2(tied=False, **sizes)
+    tokenizer, model = tokenizer or tool_tokenizer(), tiny_qwen2(tied=False, **sizes)
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
-    call, done, end = (tokenizer.convert_tokens_to_ids(text) for text in (CALL, DONE, TURN_END))
+    # the last tokens that were added, in this order
+    call, done = len(tokenizer) - 2, len(tokenizer) - 1
+    end = tokenizer.convert_tokens_to_ids(TURN_END)
     with torch.no_grad():
         units = silence_layers(model)
         if words:

@@ -18,6 +18,7 @@ CHAT = "/v1/chat/completions"
 ROUTES = {CHAT: "POST", "/v1/completions": "POST", "/v1/models": "GET"}
 MAX_BODY_BYTES = 16 * 2**20
 STOP_S = 5.0  # longest wait for the server's end
+KEEP_ALIVE_S = 3600  # an agent's connection, which ends with its process
 STATUS: dict[ErrorName, int] = {"EngineLeavingError": 503, "EngineRefusedError": 400}  # else 500
 
 PASSED = {
@@ -395,6 +396,8 @@ class AgentEndpoint:
         settings = uvicorn.Config(
             AgentCalls(self._sessions),
             http="h11",
+            # by default 5 s, as in httpx: a call after a tool of 5 s would meet a connection that is being closed
+            timeout_keep_alive=KEEP_ALIVE_S,
             ws="none",
             lifespan="off",
             log_config=None,
