@@ -62,7 +62,7 @@ LIBRARIES = {
     "ray": {"agent": ""},
     "accelerate": {"tools": ""},  # elsewhere it is TRL's accelerator
     "vllm": {"engine_process": "lazily", "vllm_worker": ""},
-    "deepspeed": {"weights": "lazily"},
+    "deepspeed": {"weights": "lazily", "saving": "lazily"},
     "peft": {"model_outline": "lazily", "weights": "lazily", "saving": "lazily"},
 }
 
@@ -88,6 +88,8 @@ COLLECTIVES = {
     "transports.broadcast": {"broadcast"},
     "rollouts.generation": {"wait_for_everyone"},  # before a sync; `generate` has none
     "saving.checkpoints": {"gather", "wait_for_everyone"},  # which are whole; when one is
+    # frozen parameters of a checkpoint of another number of ranks, once
+    "saving.other_ranks": {"GatheredParameters"},
     "reporting.steps": {"gather"},  # of a few numbers per rank, once per log
     # lengths of all ranks; rows between nodes, then within a node; with sessions the most rows of a rank
     "batches.row_exchange": {

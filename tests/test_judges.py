@@ -199,6 +199,7 @@ def test_what_may_take_long_and_what_counts_as_progress(tmp_path):
             ("reward", True),
             ("generate", True),
             ("push", True),
+            ("convert", True),
             ("train", False),
             ("sync", False),
         ):

@@ -20,7 +20,7 @@ from trl_multinode.rollouts.saved_groups import decoded
 from trl_multinode.run.phases import Phases
 from trl_multinode.saving.checkpoints import (
     CheckpointLog,
-    check_zero_ranks,
+    other_ranks,
 )
 from trl_multinode.saving.resume import Resume
 from trl_multinode.saving.saved_rollouts import (
@@ -273,7 +273,12 @@ def test_a_run_that_begins_anew_has_nothing_left_of_the_last_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"per_device_train_batch_size": 4}, {"num_iterations": 2}], ids=str
+    "change",
+    [
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
+        {"num_iterations": 2},
+    ],
+    ids=str,
 )
 def test_rows_of_another_layout_are_not_used(tmp_path, change, caplog):
     """With other iterations, or another batch, the same position means another place in another block."""
@@ -352,25 +357,23 @@ def zero_checkpoint(folder, *ranks: int, prefix: str = "") -> Path:
     return states.parent
 
 
-@pytest.mark.nightly  # e2e/test_continued decides the other number
 @pytest.mark.parametrize("prefix", ["", "bf16_"])
 @pytest.mark.parametrize(
     ("mine", "others"), [((0, 1), (2, 1)), ((0,), (2, 1)), ((), (0, 0))], ids=str
 )
-def test_a_checkpoint_of_as_many_ranks_is_taken_shared_or_not_and_one_without_zero_too(
+def test_a_checkpoint_of_as_many_ranks_is_not_converted_shared_or_not_and_none_without_zero(
     tmp_path, mine, others, prefix
 ):
-    check_zero_ranks(zero_checkpoint(tmp_path, *mine, prefix=prefix), Accelerator([list(others)]))
+    folder = zero_checkpoint(tmp_path, *mine, prefix=prefix)
+    assert other_ranks(folder, Accelerator([list(others)])) == 0
 
 
 @pytest.mark.parametrize(
     ("mine", "others"), [((0, 1, 2, 3), (4, 1)), ((0, 1), (4, 0)), ((0,), (1, 0))], ids=str
 )
-def test_a_checkpoint_of_another_number_of_ranks_is_refused_with_the_way_out(
-    tmp_path, mine, others
-):
-    with refused("num_processes", "ranks again", got=2, expected=others[0] or len(mine)):
-        check_zero_ranks(zero_checkpoint(tmp_path, *mine), Accelerator([list(others)]))
+def test_a_checkpoint_of_another_number_of_ranks_is_found(tmp_path, mine, others):
+    saved_by = other_ranks(zero_checkpoint(tmp_path, *mine), Accelerator([list(others)]))
+    assert saved_by == (others[0] or len(mine))
 
 
 def test_a_node_that_sees_only_its_own_ranks_knows_the_others(tmp_path):
@@ -378,14 +381,13 @@ def test_a_node_that_sees_only_its_own_ranks_knows_the_others(tmp_path):
     wide.num_processes = 4
     with CheckpointLog(tmp_path, wide).saving(4):
         pass
-    with refused("num_processes", got=2, expected=4):
-        check_zero_ranks(folder, Accelerator([[4, 1]]))
+    assert other_ranks(folder, Accelerator([[4, 1]])) == 4
 
 
 def test_nodes_that_changed_places_are_told(tmp_path):
     """Rank 0 finds rank 1's file and the other way round."""
     with refused("machine_rank", "`--machine_rank`", got=[0, 1]):
-        check_zero_ranks(zero_checkpoint(tmp_path, 1), Accelerator([[1, 0]]))
+        other_ranks(zero_checkpoint(tmp_path, 1), Accelerator([[1, 0]]))
 
 
 @pytest.mark.parametrize("prefix", ["", "bf16_"])
@@ -399,7 +401,7 @@ def test_what_a_larger_launch_left_in_a_folder_does_not_make_the_new_checkpoint_
     alone = Alone()
     with CheckpointLog(tmp_path, alone).saving(4):
         save_rollouts(folder, 0, SavedRollouts({}, {"block": [], "layout": [1, 1, 1, 1, 1]}))
-    check_zero_ranks(folder, alone)
+    assert other_ranks(folder, alone) == 0
     left = {path.name for path in folder.rglob("*") if path.is_file()}
     assert left == {
         f"{prefix}zero_pp_rank_0_mp_rank_00_{part}_states.pt" for part in ("optim", "model")
@@ -413,7 +415,7 @@ def test_zero_states_are_no_part_of_a_checkpoint_without_deepspeed(tmp_path):
     both.distributed_type = "MULTI_GPU"
     with CheckpointLog(tmp_path, both).saving(4):
         pass
-    check_zero_ranks(folder, both)
+    assert other_ranks(folder, both) == 0
     assert [path.name for path in folder.iterdir()] == ["multinode.json"]
 
 
@@ -443,7 +445,7 @@ def test_a_run_goes_on_without_a_rollouts_file_of_ours_and_logs_rank_and_folder(
         return
     zero = zero_checkpoint(tmp_path / "other", 0, 1)
     rollouts_file(zero, 0).write_bytes(path.read_bytes())
-    check_zero_ranks(zero, Accelerator([[2, 1]]))
+    assert other_ranks(zero, Accelerator([[2, 1]])) == 0
 
 
 def test_a_launch_that_begins_anew_beside_checkpoints_names_them_and_the_way_to_continue(
@@ -473,3 +475,58 @@ def test_an_unfinished_checkpoint_that_the_script_names_is_refused(tmp_path):
     (tmp_path / "_multinode" / "saving" / "checkpoint-3.rank1").touch()
     with refused("resume_from_checkpoint", got=tmp_path / "checkpoint-3"):
         Resume(trainer_at(3, tmp_path)).choose(str(folder))
+
+
+# ---- another number of rows per step --------------------------------------------------------------------------------
+
+
+def after_steps(tmp_path, rows: int, epoch: float = 1.5) -> Path:
+    """A checkpoint after 6 steps of so many rows, in the second epoch of 4 steps."""
+    folder = tmp_path / "first" / "checkpoint-6"
+    folder.mkdir(parents=True)
+    state = {"epoch": epoch, "global_step": 6}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    (folder / "multinode.json").write_text(json.dumps({"format": 1, "ranks": 2, "rows": rows}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps", "position", "epochs"),
+    [(4, None, (1, 2), 1), (8, 12, (3, 0), 1), (2, 3, (0, 3), 1), (3, 4, (1, 0), 1)],
+    ids=["as many", "half", "twice", "a part is trained again"],
+)
+def test_a_resume_with_another_global_batch_goes_on_at_the_same_rows(
+    tmp_path, rows, steps, position, epochs
+):
+    """This launch has 2 ranks x 2 rows; the numbers of its steps follow the rows."""
+    trainer = trainer_at(6, tmp_path / "second")
+    trainer.train_dataset = Dataset.from_dict({"prompt": ["a"]})
+    resume = Resume(trainer)
+    resume.choose(str(after_steps(tmp_path, rows)))
+    assert resume.moved((1, 2), 4) == position
+    assert trainer.state.global_step == (steps or 6) and resume.epochs == epochs
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
+    trainer.lr_scheduler.last_epoch = 6
+    resume.restore_position()
+    if steps is not None:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(1 - steps / 100)
+        assert trainer.lr_scheduler.last_epoch == steps
+
+
+def test_larger_steps_in_the_same_folder_are_refused(tmp_path):
+    """Their checkpoints would have lower numbers than those that are there."""
+    folder = after_steps(tmp_path, 2)
+    with refused("gradient_accumulation_steps", "another `output_dir`", got=4, expected=2):
+        Resume(trainer_at(6, folder.parent)).choose(str(folder))
+
+
+@pytest.mark.parametrize(("ranks", "without"), [(1, "[0]"), (2, "[1]")])
+def test_random_states_that_begin_anew_are_named(tmp_path, capsys, caplog, ranks, without):
+    folder = after_steps(tmp_path, 2 * ranks, epoch=0.5)
+    metadata = {"format": 1, "ranks": 3, "rows": 2 * ranks}
+    (folder / "multinode.json").write_text(json.dumps(metadata))
+    (folder / "rng_state_0.pth").touch()
+    Resume(trainer_at(6, tmp_path, Alone() if ranks == 1 else None)).choose(str(folder))
+    assert f"those of the ranks {without}" in caplog.text + capsys.readouterr().out

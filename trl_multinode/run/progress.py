@@ -25,6 +25,7 @@ WORDS = {
     "train": "training",
     "checkpoint": "saving a checkpoint",
     "push": "pushing to the Hub",
+    "convert": "converting a checkpoint for another number of ranks",
 }
 
 

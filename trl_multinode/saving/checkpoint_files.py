@@ -197,12 +197,15 @@ def was_in_flight(folder: Path) -> bool:
     return read_metadata(folder).get("format") == FORMAT_IN_FLIGHT
 
 
-def write_metadata(folder: Path, rank: int, ranks: int, in_flight: bool) -> None:
-    """Write format, version and number of ranks of this launch; nodes that share the folder write the same."""
+def write_metadata(
+    folder: Path, rank: int, ranks: int, in_flight: bool, rows: int | None = None
+) -> None:
+    """Write format, version, ranks and rows of a step of this launch; nodes that share the folder write the same."""
     number = FORMAT_IN_FLIGHT if in_flight else FORMAT
-    _replace_metadata(
-        folder, rank, {"format": number, "trl_multinode": OWN_VERSION, "ranks": ranks}
-    )
+    content = {"format": number, "trl_multinode": OWN_VERSION, "ranks": ranks}
+    if rows is not None:
+        content["rows"] = rows
+    _replace_metadata(folder, rank, content)
 
 
 def record_files(folder: Path, rank: int) -> None:
@@ -229,4 +232,9 @@ def _replace_metadata(folder: Path, rank: int, content: dict) -> None:
 
 def epochs_behind(folder: Path) -> int:
     """Return the number of epochs completed before a checkpoint that is finished."""
-    return int(json.loads((folder / STATE_FILE).read_text())["epoch"])
+    return int(read_state(folder)["epoch"])
+
+
+def read_state(folder: Path) -> dict:
+    """Read transformers' state of a checkpoint."""
+    return json.loads((folder / STATE_FILE).read_text())

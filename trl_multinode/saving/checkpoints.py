@@ -20,7 +20,6 @@ from .checkpoint_files import (
     OWN,
     PREFIX,
     checkpoints_in,
-    from_its_weights,
     read_metadata,
     record_files,
     why_damaged,
@@ -28,6 +27,7 @@ from .checkpoint_files import (
     why_unusable,
     write_metadata,
 )
+from .other_ranks import delete_parts
 from .rotation import (
     by_age,
     delete,
@@ -103,10 +103,10 @@ class CheckpointLog:
         self._markers = output_dir / MARKERS
 
     @contextmanager
-    def saving(self, step: int, in_flight: bool = False) -> Iterator[Path]:
+    def saving(self, step: int, in_flight: bool = False, rows: int | None = None) -> Iterator[Path]:
         """Create the checkpoint folder of `step`, and mark it as finished on exit.
 
-        With `in_flight` the metadata record that groups of several rounds are open.
+        The metadata record whether groups of several rounds are open, and the rows of an optimizer step.
 
         The exit is a collective of all training ranks. If a rank fails inside, the folder stays marked as unfinished.
         """
@@ -123,7 +123,7 @@ class CheckpointLog:
                 accelerator.distributed_type == "DEEPSPEED",
             )
             delete_files_of_other_launches(folder, ranks, with_zero)
-            write_metadata(folder, rank, ranks, in_flight)
+            write_metadata(folder, rank, ranks, in_flight, rows)
         yield folder
         if accelerator.is_local_main_process:
             self._write_latest(folder)
@@ -178,6 +178,7 @@ class CheckpointLog:
         """Delete what an earlier run was deleting when it ended."""
         if self._accelerator.is_local_main_process:
             delete_leftovers(self._own)
+            delete_parts(self._output_dir)
 
     @staticmethod
     def _write_latest(folder: Path) -> None:
@@ -264,11 +265,10 @@ class CheckpointLog:
         return self._accelerator.gather(padded).tolist()
 
 
-def check_zero_ranks(folder: Path, accelerator: Any) -> None:
-    """Check that a DeepSpeed checkpoint was written by as many ranks as this launch has. A collective.
+def other_ranks(folder: Path, accelerator: Any) -> int:
+    """Return the number of ranks that wrote a DeepSpeed checkpoint, or 0 if this launch has as many. A collective.
 
-    ZeRO states can only be loaded with the number of ranks that saved them; DeepSpeed's own error comes late and
-    names no cure.
+    ZeRO states belong to the number of ranks that saved them.
 
     Args:
         folder (`Path`):
@@ -277,8 +277,7 @@ def check_zero_ranks(folder: Path, accelerator: Any) -> None:
             Accelerator of the calling rank.
 
     Raises:
-        `ConfigurationError`: on every rank, if another number of ranks wrote the checkpoint, or if the file of a rank
-            is missing on its node.
+        `ConfigurationError`: on every rank, if the file of a rank is missing on its node, and as many ranks wrote it.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
     files = folder.glob("global_step*/*_optim_states.pt")
@@ -289,17 +288,12 @@ def check_zero_ranks(folder: Path, accelerator: Any) -> None:
     mine = torch.tensor([[at_least, int(rank in seen)]], device=accelerator.device)
     found = accelerator.gather(mine)
     saved_by = int(found[:, 0].max())
-    if saved_by not in (0, world):  # 0: not a DeepSpeed checkpoint, or one without optimizer states
-        raise ConfigurationError(
-            f"{folder} was written by {saved_by} ranks, this launch has {world}: DeepSpeed's ZeRO states "
-            "belong to their number of ranks.",
-            setting="num_processes",
-            got=world,
-            expected=saved_by,
-            cure=f"Launch {saved_by} ranks again, or {from_its_weights(folder)}",
-        )
+    if saved_by == 0:  # not a DeepSpeed checkpoint, or one without optimizer states
+        return 0
+    if saved_by != world:
+        return saved_by
     lacking = [number for number, (_, has) in enumerate(found.tolist()) if not has]
-    if saved_by and lacking:
+    if lacking:
         raise ConfigurationError(
             f"{folder} has no optimizer state for the ranks {lacking} on their nodes.",
             setting="machine_rank",
@@ -307,3 +301,4 @@ def check_zero_ranks(folder: Path, accelerator: Any) -> None:
             cure="Nodes that do not share `output_dir` must keep their `--machine_rank` of the first launch; "
             "or copy the `global_step*` folders of all nodes to every node.",
         )
+    return 0

@@ -1,5 +1,6 @@
 """`Resume` continues a stopped run of one trainer as if it had not stopped."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +19,14 @@ from .checkpoint_files import (
     epochs_behind,
     has_optimizer,
     newest_whole,
+    read_metadata,
+    read_state,
     was_in_flight,
 )
-from .checkpoints import CheckpointLog, check_zero_ranks, micro_steps_done
+from .checkpoints import CheckpointLog, micro_steps_done, other_ranks
+from .dealing import load_dealt
 from .open_groups import OpenGroupsFile, check_same_way
+from .other_ranks import Conversion
 from .saved_rollouts import SavedRollouts, load_rollouts, pack_block, save_rollouts, unpack_block
 
 
@@ -41,6 +46,9 @@ class Resume:
         self._in_flight = trainer.host.settings.in_flight
         self._log = CheckpointLog(Path(trainer.args.output_dir), trainer.accelerator)
         self._folder: Path | None = None
+        self._conversion: Conversion | None = None
+        # optimizer steps of this launch that trained as many rows as the checkpoint; `None`: as many steps
+        self._steps: int | None = None
         self._must_restore = False
         self.epochs = 0  # epochs that the run completed before the checkpoint
 
@@ -54,10 +62,11 @@ class Resume:
 
         Raises:
             `ConfigurationError`: if `wanted` is `True` and no checkpoint is finished; if the checkpoint is unfinished
-                or damaged, was written by another number of ranks or by a newer version of this library, or is in a
-                later pass over a stream than the first.
+                or damaged, was written by a newer version of this library, is in a later pass over a stream than the
+                first, or cannot be converted for this number of ranks.
         """
         self._log.delete_leftovers()
+        self._conversion = self._steps = None
         self._must_restore, self.epochs = True, 0
         self._folder = self._resolved(wanted)
         if self._folder is None:
@@ -65,6 +74,7 @@ class Resume:
             return None
         self._check(self._folder)
         self.epochs = epochs_behind(self._folder)
+        self._count_rows(self._folder)
         self._check_stream(self._folder)
         if self._accelerator.is_local_main_process:
             report(f"resuming from {self._folder}")
@@ -88,7 +98,8 @@ class Resume:
 
     def _check(self, folder: Path) -> None:
         check_format(folder)
-        check_zero_ranks(folder, self._accelerator)
+        if saved_by := other_ranks(folder, self._accelerator):
+            self._conversion = self._convert(folder, saved_by)
         if not has_optimizer(folder) and self._accelerator.is_main_process:
             warn(
                 f"{folder} has no optimizer state (save_only_model): optimizer and schedule begin anew."
@@ -98,6 +109,95 @@ class Resume:
                 "sync_ref_model: TRL saves no reference model, so the resumed run begins with the initial one, "
                 "and its KL and losses differ from those of a run without a stop."
             )
+
+    def _count_rows(self, folder: Path) -> None:
+        """Find the position in the data after a change of the ranks or of the rows of an optimizer step.
+
+        Raises:
+            `ConfigurationError`: if steps have more rows than before, so that new checkpoints get lower numbers.
+        """
+        metadata, args = read_metadata(folder), self._trainer.args
+        was, now = metadata.get("rows"), self._rows_of_step
+        self._report_ranks(folder, metadata.get("ranks"))
+        if was in (None, now):
+            return
+        state = read_state(folder)
+        done = state["global_step"]
+        self._steps = done * was // now
+        if self._steps < done and folder.parent.resolve() == Path(args.output_dir).resolve():
+            raise ConfigurationError(
+                f"{folder} was written with {was} rows per optimizer step, this launch has {now}: it would go on at "
+                f"step {self._steps}, and a later resume would take the older checkpoints.",
+                setting="gradient_accumulation_steps",
+                got=now,
+                expected=was,
+                cure="Choose `per_device_train_batch_size` and `gradient_accumulation_steps` for the same number of "
+                "rows, or use another `output_dir`.",
+            )
+        # as rows count, which may be a part of a step less
+        self.epochs = int(state["epoch"] * self._steps * now / max(1, done * was) + 1e-9)
+        if self._accelerator.is_main_process:
+            warn(
+                f"{folder} was written with {was} rows per optimizer step, this launch has {now}: step {done} becomes "
+                f"step {self._steps}, at the same place in the data and in the schedule"
+                + (", but for a part of a step that is trained again." if done * was % now else ".")
+            )
+
+    def _report_ranks(self, folder: Path, was: int | None) -> None:
+        now = self._accelerator.num_processes
+        if was in (None, now) or not self._accelerator.is_main_process:
+            return
+        names = ["rng_state.pth"] if now == 1 else [f"rng_state_{rank}.pth" for rank in range(now)]
+        without = [rank for rank, name in enumerate(names) if not (folder / name).is_file()]
+        report(
+            f"{folder} was written by {was} ranks, this launch has {now}; random states that begin anew: "
+            + (f"those of the ranks {without}" if without else "none")
+        )
+
+    def moved(self, position: tuple[int, int], steps_in_epoch: int) -> tuple[int, int]:
+        """Return transformers' position, in epochs and micro-steps, or that of the same rows if steps differ."""
+        if self._steps is None:
+            return position
+        args = self._trainer.args
+        self._trainer.state.global_step = self._steps
+        epochs, steps = divmod(self._steps, steps_in_epoch)
+        return epochs, 0 if args.ignore_data_skip else steps * args.gradient_accumulation_steps
+
+    @property
+    def _rows_of_step(self) -> int:
+        args = self._trainer.args
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        return rows * self._accelerator.num_processes
+
+    def _convert(self, folder: Path, saved_by: int) -> Conversion:
+        """Convert a ZeRO checkpoint for this number of ranks. All ranks take part, and wait in a meeting."""
+        accelerator, host = self._accelerator, self._trainer.host
+        output_dir = Path(self._trainer.args.output_dir)
+        conversion = Conversion(folder, saved_by, output_dir, accelerator.process_index)
+        with host.phases("convert"):
+            if accelerator.is_main_process:
+                conversion.make()
+            host.agreement.meet()
+            # on a node that does not share the folder of rank 0
+            if accelerator.is_local_main_process:
+                conversion.make()
+            host.agreement.meet()
+        return conversion
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Load the converted checkpoint inside, where transformers would load the one of another number of ranks."""
+        conversion = self._conversion
+        if conversion is None:
+            yield
+            return
+        load = transformers_trainer.deepspeed_load_checkpoint
+
+        def converted(engine: Any, _: str, **keywords: Any) -> None:
+            conversion.load(engine, load, **keywords)
+
+        with replaced(transformers_trainer, "deepspeed_load_checkpoint", converted):
+            yield
 
     def _check_stream(self, folder: Path) -> None:
         """Refuse a checkpoint of a later pass over a stream.
@@ -153,6 +253,14 @@ class Resume:
             # it waits for completions of a run that ended early
             with trainer.host.phases("generate"):
                 trainer.vllm_generation.rounds.drop()
+        if self._steps is not None:
+            # the schedule that was loaded counts the steps of the checkpoint
+            scheduler = trainer.lr_scheduler
+            scheduler.last_epoch = self._steps - 1
+            with warnings.catch_warnings():
+                # torch expects a step of the optimizer before it
+                warnings.simplefilter("ignore", UserWarning)
+                scheduler.step()
         if self._folder is not None:
             self._restore(self._folder)
 
@@ -165,6 +273,9 @@ class Resume:
         saved = load_rollouts(folder, rank, self._accelerator.device)
         usable = saved is not None and saved.notes.get("layout") == self._layout()
         all_usable = self._log.all_have(usable)
+        if not all_usable:
+            saved = load_dealt(folder, self._layout(), rank, self._accelerator.device)
+            all_usable = self._log.all_have(saved is not None)
         check_same_way(folder, was_in_flight(folder), self._in_flight, all_usable)
         if saved is not None and all_usable:
             self._restore_rollouts(saved)
@@ -190,10 +301,14 @@ class Resume:
         It waits for a round that runs ahead, unless `save_only_model` omits the rollouts.
         """
         step = self._trainer.state.global_step
-        with self._log.saving(step, self._in_flight) as folder:
+        with self._log.saving(step, self._in_flight, self._rows_of_step) as folder:
             if not self._trainer.args.save_only_model:
                 save_rollouts(folder, self._accelerator.process_index, self._collect())
             yield folder
+        if self._conversion is not None:
+            if self._accelerator.is_local_main_process:
+                self._conversion.delete()
+            self._conversion = None
 
     @contextmanager
     def rotating(self) -> Iterator[None]:

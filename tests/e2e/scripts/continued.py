@@ -7,7 +7,9 @@ optimizer steps done, name and target of a signal, which the rank sends its laun
 are seconds for which every rank then scores; `fill` are the optimizer steps done at which rank 0 fills the disk of
 `output`, `resume` goes to `train()`;
 `copy_of` is a checkpoint that it resumes from a copy of, `without_rollouts` (ranks)
-removes their file from the copy; `prompts` is the size of the dataset; "{node}" in `output` is the node's number.
+removes their file from the copy; `seed_of_model` draws its first weights, `frozen` are the beginnings of names that
+are not trained; `lora` trains an adapter; `prompts` is the size of the dataset; "{node}" in `output` is the node's
+number.
 Leaves NAME_rank<r>.json, written anew at every log: per optimizer step loss and norm of the gradient, per generation
 round what the reward function saw.
 """
@@ -26,6 +28,7 @@ os.environ.setdefault("RANK", "0")
 os.environ.setdefault("WORLD_SIZE", "1")
 
 from common import RANK, Recorder, make_trainer, write_result
+from peft import LoraConfig
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -102,6 +105,8 @@ class Record(TrainerCallback):
 
 def counters(engine) -> dict:
     """DeepSpeed's numbers and flags; autograd counts all backward passes of the process."""
+    if not hasattr(engine, "zero_optimization"):
+        return {}
     zero = engine.optimizer
     found = [
         vars(engine),
@@ -163,12 +168,18 @@ def copy(trainer, checkpoint: str, name: str, without_rollouts: list[int]) -> st
 
 
 def run(name: str, prompts: int, output: str, kill_at=None, kill_inside=None, kill_deleting=None, resume=None,
-        copy_of=None, without_rollouts=(), signals=(), slow=0.0, fill=None, **settings) -> None:  # fmt: skip
+        copy_of=None, without_rollouts=(), signals=(), slow=0.0, fill=None, seed_of_model=0, frozen=(), lora=False,
+        **settings) -> None:  # fmt: skip
     rounds = Rounds(signals, slow, fill)
     output = output.format(node=os.environ.get("GROUP_RANK", "0"))
     unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
+    model = tiny_qwen2(tied=False, seed=seed_of_model)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(not parameter_name.startswith(tuple(frozen)))
+    if lora:
+        settings["peft_config"] = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     trainer = make_trainer(
-        tiny_qwen2(tied=False), rounds, f"{folder}/{output}", [f"{i} + {i + 1} =" for i in range(prompts)],
+        model, rounds, f"{folder}/{output}", [f"{i} + {i + 1} =" for i in range(prompts)],
         rollout_seed=5, **{"save_strategy": "steps", "learning_rate": 1e-2} | settings,
     )  # fmt: skip
     rounds.trainer = trainer

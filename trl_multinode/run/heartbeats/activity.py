@@ -10,7 +10,7 @@ from .frames import bytes_written
 
 # Phases with a limit of their own (`engine_stall_timeout`, `engine_start_timeout`, the Hub's), or that run the user's
 # functions
-LONG_PHASES = ("generate", "restart", "reward", "push")
+LONG_PHASES = ("generate", "restart", "reward", "push", "convert")
 
 
 class RankActivity:

@@ -1,0 +1,192 @@
+"""A run goes on with another number of ranks: same rows, losses within rounding, on real ZeRO-3 and two nodes."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from waiting import HANG_S
+
+from multinode_kit.engines import FAKE
+from multinode_kit.launch_files import ZERO3
+from multinode_kit.nodes import Nodes
+
+SCRIPT = Path(__file__).parent / "scripts" / "continued.py"
+ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE}
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
+
+# 48 rows an optimizer step, which is a round: 12 prompts; an epoch has 2 steps, a run 3 epochs
+RUN = {
+    "prompts": 24, "num_train_epochs": 3, "per_device_train_batch_size": 4, "save_steps": 1,
+    "max_completion_length": 8, "weight_decay": 0.1, "learning_rate": 1e-3,
+}  # fmt: skip
+ROWS, STEP, LAST = 48, 3, 6
+# Of losses and norms at the first, second and later steps after the change. The second one shows that the moments came
+# along. Then Adam makes a step of rounding where a gradient is zero (keys' biases).
+TOLERANCES = 1e-6, 1e-4, 2e-3
+
+
+def launch(nodes: Nodes, folder: Path, ranks: int, *jobs: dict) -> list[int]:
+    """Each with as many micro-steps as make the global batch the same."""
+    micro_steps = ROWS // (ranks * RUN["per_device_train_batch_size"])
+    run = RUN | {"gradient_accumulation_steps": micro_steps}
+    nodes.launch(SCRIPT, str(folder), json.dumps([run | job for job in jobs]))
+    return nodes.wait(timeout_s=HANG_S)
+
+
+def seen(folder: Path, name: str, first: int = 0) -> tuple[dict, dict]:
+    """Rows of each round by the step at which it began, and losses and norms of each optimizer step after `first`."""
+    rows: dict[int, list] = {}
+    results = sorted(folder.glob(f"{name}_rank*.json"))
+    runs = [json.loads(path.read_text()) for path in results]
+    for run in runs:
+        for one in run["rounds"]:
+            rows.setdefault(one["step"], []).extend(one["rows"])
+    steps = {int(step): values for step, values in runs[0]["steps"].items() if int(step) > first}
+    return {step: found for step, found in rows.items() if step >= first}, steps
+
+
+def same(folder: Path, name: str, whole: str, first: int = STEP) -> None:
+    """The rows are the same ones in the same order, losses and norms differ by rounding."""
+    rows, steps = seen(folder, name, first)
+    expected_rows, expected_steps = seen(folder, whole, first)
+    assert rows == expected_rows
+    assert steps.keys() == expected_steps.keys() and max(steps) == LAST
+    for number, (step, values) in enumerate(sorted(steps.items())):
+        tolerance = TOLERANCES[min(number, len(TOLERANCES) - 1)]
+        assert values == pytest.approx(expected_steps[step], abs=tolerance), step
+
+
+def weights(folder: Path, output: str) -> dict:
+    return load_file(folder / output / f"checkpoint-{LAST}" / "model.safetensors")
+
+
+def copy(name: str, of: str, step: int = STEP, **fields) -> dict:
+    return {"name": name, "output": name, "copy_of": f"{of}/checkpoint-{step}"} | fields
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("other_ranks")
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """Runs without a change; 2 nodes x 2 ranks."""
+    with Nodes(2, 2, folder=folder / "whole", env=ENVIRONMENT, forked=True) as nodes:
+        codes = launch(
+            nodes,
+            folder,
+            4,
+            {"name": "full0", "output": "full0", "max_staleness": 0},
+            {"name": "full1", "output": "full1", "max_staleness": 1},
+            {"name": "full2", "output": "full2", "max_staleness": 2},
+            {"name": "lora", "output": "lora", "max_staleness": 0, "lora": True},
+            {"name": "frozen", "output": "frozen", "max_staleness": 0, "seed_of_model": 1,
+             "frozen": ["model.layers.0.", "lm_head"]},
+        )  # fmt: skip
+        assert codes == [0, 0], nodes.rank_log(0)[-3000:]
+
+
+@pytest.fixture(scope="module")
+def three(folder, whole):
+    """They go on with 3 nodes x 1 rank."""
+    with Nodes(3, 1, folder=folder / "three", env=ENVIRONMENT, forked=True) as nodes:
+        codes = launch(
+            nodes,
+            folder,
+            3,
+            copy("three0", "full0", max_staleness=0),
+            copy("three1", "full1", max_staleness=1),
+            copy("three2", "full2", max_staleness=2),
+            copy("frozen3", "frozen", max_staleness=0, seed_of_model=2,
+                 frozen=["model.layers.0.", "lm_head"]),
+        )  # fmt: skip
+        assert codes == [0] * 3, nodes.rank_log(0)[-3000:]
+        return nodes.rank_log(0)
+
+
+@pytest.mark.feature("Resume", "another number of nodes, ZeRO")
+@pytest.mark.fault("40")
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_of_four_ranks_goes_on_with_three(folder, three, staleness):
+    same(folder, f"three{staleness}", f"full{staleness}")
+
+
+def test_every_prompt_in_flight_is_trained_once_across_the_change(folder, three):
+    before, _ = seen(folder, "full2")
+    after, _ = seen(folder, "three2", STEP)
+    trained = [rows for step, rows in before.items() if step < STEP] + list(after.values())
+    counts = Counter(row[0] for rows in trained for row in rows)
+    assert set(counts.values()) == {4 * RUN["num_train_epochs"]} and len(counts) == RUN["prompts"]
+
+
+def test_frozen_parameters_are_those_of_the_checkpoint(folder, three):
+    """The script of the resumed run draws others."""
+    mine, expected = weights(folder, "frozen3"), weights(folder, "frozen")
+    assert mine.keys() == expected.keys()
+    for name, tensor in mine.items():
+        assert (tensor - expected[name]).abs().max() < 5e-3, name
+    for name in ("lm_head.weight", "model.layers.0.mlp.up_proj.weight"):
+        assert mine[name].equal(expected[name]), name
+
+
+@pytest.fixture(scope="module")
+def two(folder, three):
+    """They go on with 1 node x 2 ranks, a run of three ranks too."""
+    with Nodes(1, 2, folder=folder / "two", env=ENVIRONMENT, forked=True) as nodes:
+        codes = launch(
+            nodes,
+            folder,
+            2,
+            copy("two0", "full0", max_staleness=0),
+            copy("again1", "three1", STEP + 1, max_staleness=1),
+            copy("lora2", "lora", max_staleness=0, lora=True),
+            copy("half", "full0", max_staleness=0, gradient_accumulation_steps=3),
+        )  # fmt: skip
+        assert codes == [0], nodes.rank_log(0)[-3000:]
+
+
+@pytest.mark.nightly
+def test_runs_of_four_and_of_three_ranks_go_on_with_two(folder, two):
+    same(folder, "two0", "full0")
+    same(folder, "lora2", "lora")
+    same(folder, "again1", "full1", STEP + 1)
+
+
+@pytest.mark.nightly
+def test_a_run_with_half_the_global_batch_trains_the_other_prompts(folder, two):
+    """Each once, in the same order; steps are half as large from the same place on."""
+    rows, steps = seen(folder, "half")
+    expected, _ = seen(folder, "full0", STEP)
+    assert sorted(rows) == list(range(2 * STEP, 2 * LAST))
+    assert set(range(2 * STEP + 1, 2 * LAST + 1)) <= steps.keys()
+    prompts = [row[0] for _, of_step in sorted(rows.items()) for row in of_step]
+    assert prompts == [row[0] for _, of_step in sorted(expected.items()) for row in of_step]
+
+
+# Not DDP and FSDP2, whose optimizer torch cannot load on a CPU: its devices are called `cpu:0`
+STAGES = 1, 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", STAGES)
+def test_other_stages_of_zero_go_on_with_another_number_of_ranks(tmp_path, stage):
+    config = ZERO3 | {"zero_optimization": {"stage": stage}}
+    frozen = {"frozen": ["lm_head"]}
+    with Nodes(
+        1, 2, folder=tmp_path / "whole", env=ENVIRONMENT, forked=True, deepspeed=config
+    ) as nodes:
+        job = {"name": "full", "output": "full", "max_staleness": 1} | frozen
+        assert launch(nodes, tmp_path, 2, job) == [0], nodes.rank_log(0)[-3000:]
+    with Nodes(
+        1, 3, folder=tmp_path / "other", env=ENVIRONMENT, forked=True, deepspeed=config
+    ) as nodes:
+        job = copy("other", "full", max_staleness=1) | frozen
+        assert launch(nodes, tmp_path, 3, job) == [0], nodes.rank_log(0)[-3000:]
+    same(tmp_path, "other", "full")
+
+
+def test_the_conversion_is_deleted_after_the_first_own_checkpoint(folder, three):
+    assert list(folder.rglob("universal-*")) == []

@@ -1,0 +1,200 @@
+"""Conversion of a checkpoint for another number of ranks; `e2e/test_continued_elsewhere.py` trains with it."""
+
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from refusals import refused
+from safetensors.torch import save_file
+
+from trl_multinode.errors import ConfigurationError
+from trl_multinode.saving import other_ranks
+from trl_multinode.saving.conversion_process import kept_tensors
+from trl_multinode.saving.other_ranks import Conversion, delete_parts, digest
+
+
+def checkpoint(folder: Path, *ranks: int) -> Path:
+    source = folder / "checkpoint-4"
+    states = source / "global_step4"
+    states.mkdir(parents=True)
+    for rank in ranks:
+        (states / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_bytes(b"x" * 100)
+    (source / "latest").write_text("global_step4")
+    (source / "trainer_state.json").write_text("{}")
+    return source
+
+
+@pytest.fixture
+def converted(monkeypatch):
+    """The targets of DeepSpeed's converter, which only makes its folder here."""
+    targets = []
+
+    def run(command, **_):
+        targets.append(Path(command[-1]))
+        targets[-1].mkdir()
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(other_ranks.subprocess, "run", run)
+    return targets
+
+
+def test_a_conversion_has_its_name_only_when_it_is_whole_and_is_made_once(tmp_path, converted):
+    conversion = Conversion(checkpoint(tmp_path, 0, 1), 2, tmp_path, 0)
+    assert not conversion.is_made
+    conversion.make()
+    assert converted == [tmp_path / "_multinode" / "universal-checkpoint-4.part0" / "global_step4"]
+    assert conversion.is_made and [path.name for path in (tmp_path / "_multinode").iterdir()] == [
+        conversion.folder.name
+    ]
+    conversion.make()
+    Conversion(tmp_path / "checkpoint-4", 2, tmp_path, 3).make()
+    assert len(converted) == 1
+    conversion.delete()
+    assert list((tmp_path / "_multinode").iterdir()) == []
+
+
+@pytest.mark.fault("40")
+def test_half_a_conversion_and_that_of_another_checkpoint_are_never_taken(
+    tmp_path, converted, monkeypatch
+):
+    source = checkpoint(tmp_path, 0, 1)
+    conversion = Conversion(source, 2, tmp_path, 0)
+
+    def killed(command, **_):
+        Path(command[-1]).mkdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(other_ranks.subprocess, "run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            conversion.make()
+    assert not conversion.is_made and list((tmp_path / "_multinode").glob("*.part0"))
+    delete_parts(tmp_path)
+    assert not list((tmp_path / "_multinode").iterdir())
+    conversion.make()
+    (source / "trainer_state.json").write_text('{"log_history": [{"loss": 0.1}]}')
+    assert not conversion.is_made
+    conversion.make()
+    assert conversion.is_made and len(converted) == 2
+
+
+def test_files_of_ranks_that_are_on_other_nodes_are_named(tmp_path, converted):
+    missing = ["global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+    with refused("resume_from_checkpoint", "every node", got=missing):
+        Conversion(checkpoint(tmp_path, 0, 2), 3, tmp_path, 0).make()
+    assert converted == []
+
+
+def test_a_disk_without_room_is_named_before_the_conversion(tmp_path, converted, monkeypatch):
+    monkeypatch.setattr(other_ranks.shutil, "disk_usage", lambda _: SimpleNamespace(free=399))
+    with refused("output_dir", "as many ranks", got=399, expected=400):
+        Conversion(checkpoint(tmp_path, 0, 1), 2, tmp_path, 0).make()
+    assert converted == []
+
+
+@pytest.mark.parametrize("how", ["fails", "is too slow"])
+def test_a_conversion_that_fails_is_refused(tmp_path, monkeypatch, how):
+    def run(command, timeout, **_):
+        if how == "fails":
+            return SimpleNamespace(returncode=1, stderr="Traceback\nKeyError: 'exp_avg'\n")
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(other_ranks.subprocess, "run", run)
+    source = checkpoint(tmp_path, 0, 1)
+    with pytest.raises(ConfigurationError) as caught:
+        Conversion(source, 2, tmp_path, 0).make()
+    assert caught.value.setting == "resume_from_checkpoint" and caught.value.got == source
+    assert ("exp_avg" if how == "fails" else "600 s") in str(caught.value)
+
+
+def test_a_node_that_shares_the_folder_and_is_faster_wins(tmp_path, converted, monkeypatch):
+    source = checkpoint(tmp_path, 0, 1)
+    slow, fast = Conversion(source, 2, tmp_path, 1), Conversion(source, 2, tmp_path, 0)
+    sync = other_ranks.sync_tree
+
+    def overtaken(folder: Path) -> None:
+        sync(folder)
+        if folder.name.endswith(".part1"):
+            fast.make()
+
+    monkeypatch.setattr(other_ranks, "sync_tree", overtaken)
+    slow.make()
+    assert slow.is_made
+
+
+class Frozen(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trained, self.frozen = torch.nn.Linear(2, 2), torch.nn.Linear(3, 1)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("scale", torch.zeros(2))
+        self.register_buffer("passing", torch.zeros(2), persistent=False)
+
+
+def states(folder: Path, model: Frozen) -> Path:
+    """Model states of two ranks under ZeRO-3, each with half of the frozen parameters."""
+    folder.mkdir()
+    frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
+    for rank in range(2):
+        fragments = {}
+        for name, one in frozen.items():
+            padded = torch.nn.functional.pad(one.flatten(), (0, one.numel() % 2))
+            fragments[name] = padded.chunk(2)[rank]
+        content = {
+            "module": {name: torch.empty(0) for name, _ in model.named_parameters()}
+            | {"scale": model.scale},
+            "param_shapes": [
+                {"trained.weight": torch.Size([2, 2]), "trained.bias": torch.Size([2])}
+            ],
+            "shared_params": {},
+            "frozen_param_shapes": {name: one.shape for name, one in frozen.items()},
+            "frozen_param_fragments": fragments,
+        }
+        torch.save(content, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    return folder
+
+
+def test_frozen_parameters_and_buffers_are_read_from_all_ranks(tmp_path):
+    model = Frozen()
+    model.scale.fill_(3)
+    kept = kept_tensors(states(tmp_path / "states", model))
+    expected = {
+        "frozen.weight": model.frozen.weight,
+        "frozen.bias": model.frozen.bias,
+        "scale": model.scale,
+    }
+    assert kept.keys() == expected.keys()
+    assert all(digest(kept[name]) == digest(tensor) for name, tensor in expected.items())
+
+
+def test_with_peft_the_checkpoint_has_no_frozen_parameters_and_zero_2_has_whole_ones(tmp_path):
+    folder = tmp_path / "states"
+    folder.mkdir()
+    content = {"module": {"trained.weight": torch.ones(2), "lm_head": torch.ones(2), "frozen": torch.ones(3)},
+               "param_shapes": [{"trained.weight": torch.Size([2])}], "shared_params": {"lm_head": "trained.weight"},
+               "frozen_param_shapes": None}  # fmt: skip
+    torch.save(content, folder / "mp_rank_00_model_states.pt")
+    assert kept_tensors(folder).keys() == {"frozen"}
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_the_model_gets_what_the_converted_checkpoint_keeps_and_a_lack_is_named(tmp_path, missing):
+    saved = {
+        "frozen.weight": torch.ones(1, 3),
+        "frozen.bias": torch.ones(1),
+        "scale": torch.ones(2),
+    }
+    if missing:
+        del saved["frozen.bias"]
+    save_file(saved, tmp_path / "kept.safetensors")
+    model, conversion = Frozen(), Conversion(tmp_path, 2, tmp_path, 0)
+    if missing:
+        with refused("resume_from_checkpoint", "as many ranks", got=tmp_path) as caught:
+            conversion._restore_kept(model, tmp_path / "kept.safetensors")
+        assert "frozen.bias" in str(caught.value)
+        return
+    conversion._restore_kept(model, tmp_path / "kept.safetensors")
+    for name, tensor in saved.items():
+        assert model.state_dict()[name].equal(tensor)

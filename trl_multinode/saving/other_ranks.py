@@ -1,0 +1,234 @@
+"""ZeRO checkpoints that another number of ranks wrote, by way of DeepSpeed's universal checkpoints.
+
+```python
+conversion = Conversion(checkpoint, num_ranks, output_dir, rank)
+conversion.make()               # one process of the run, or one per folder
+conversion.load(engine, load)   # every rank
+conversion.delete()             # after the run's first own checkpoint
+```
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from ..errors import ConfigurationError
+from ..libraries import replaced
+from ..rollouts.scoring_pool import environment
+from ..run.reporter import report
+from ..run.values import listed
+from ..weights.names import is_zero3
+from .checkpoint_files import METADATA_FILE, OWN, STATE_FILE, from_its_weights, no_resume
+from .conversion_process import KEPT
+from .rotation import delete, sync_tree
+from .saved_weights import has_adapter
+
+PREFIX = "universal-"
+PART = ".part"
+SOURCE = "converted_from"  # file that says of which checkpoint
+# limit of a conversion, whose disk may be slow: so many seconds, and one for so many bytes
+LEAST_S, BYTES_PER_S = 600, 10 * 2**20
+SHOWN = 5  # names in a message
+
+
+class Conversion:
+    """Copy of a ZeRO checkpoint that any number of ranks can load.
+
+    Args:
+        source (`Path`):
+            Folder of the checkpoint.
+        num_ranks (`int`):
+            Number of ranks that wrote it.
+        output_dir (`Path`):
+            Folder of the run's own checkpoints. The copy is in `_multinode` below it, which Hub pushes exclude.
+        rank (`int`):
+            Rank of this process.
+    """
+
+    def __init__(self, source: Path, num_ranks: int, output_dir: Path, rank: int):
+        self._source = source
+        self._num_ranks = num_ranks
+        self._own = output_dir / OWN
+        self._rank = rank
+        self.folder = self._own / f"{PREFIX}{source.name}"
+
+    @property
+    def is_made(self) -> bool:
+        """Return whether the copy is whole, and was made of this very checkpoint."""
+        mark = self.folder / SOURCE
+        return mark.is_file() and mark.read_bytes() == self._mark()
+
+    def _mark(self) -> bytes:
+        """Return what no other checkpoint of this name has: digests of its files, and the losses of its run."""
+        files = [self._source / name for name in (METADATA_FILE, STATE_FILE)]
+        return b"".join(path.read_bytes() for path in files if path.is_file())
+
+    def make(self) -> None:
+        """Convert the checkpoint, unless that was done. The copy gets its name when it is whole.
+
+        Raises:
+            `ConfigurationError`: if the files of a rank are missing, if the disk has too little space, or if DeepSpeed
+                cannot convert the checkpoint.
+        """
+        if self.is_made:
+            return
+        states = self._source / (self._source / "latest").read_text().strip()
+        self._check_files(states)
+        size = sum(path.stat().st_size for path in states.rglob("*") if path.is_file())
+        self._own.mkdir(parents=True, exist_ok=True)
+        self._check_disk(2 * size)  # DeepSpeed cuts all states into pieces before it joins them
+        part = self._own / f"{self.folder.name}{PART}{self._rank}"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        report(f"converting {self._source} for another number of ranks ({size / 2**30:.1f} GiB)")
+        self._run(states, part / states.name, LEAST_S + size / BYTES_PER_S)
+        (part / SOURCE).write_bytes(self._mark())
+        sync_tree(part)
+        # of another checkpoint with this name
+        if self.folder.is_dir() and not self.is_made:
+            delete([self.folder], self._own)
+        try:
+            part.rename(self.folder)
+        except OSError:
+            # a node that shares the folder was faster
+            if not self.is_made:
+                raise
+        sync_tree(self.folder)
+
+    def _check_files(self, states: Path) -> None:
+        """Check that the files of all ranks are in this folder, which several nodes may have written."""
+        missing = []
+        for rank in range(self._num_ranks):
+            name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            if not any(states.glob(f"*{name}")):
+                missing.append(f"{states.name}/{name}")
+        if missing:
+            raise ConfigurationError(
+                f"{self._source} was written by {self._num_ranks} ranks and must be converted for another number, but "
+                f"these of its files are not on the node of rank {self._rank}: {listed(missing, SHOWN)}.",
+                setting="resume_from_checkpoint",
+                got=missing,
+                rank=self._rank,
+                cure="Copy the `global_step*` folders of all nodes to every node, or use an `output_dir` that all "
+                f"nodes share, or launch {self._num_ranks} ranks again.",
+            )
+
+    def _check_disk(self, needed: int) -> None:
+        free = shutil.disk_usage(self._own).free
+        if free < needed:
+            raise ConfigurationError(
+                f"{self._source} must be converted for another number of ranks, which takes {needed} bytes in "
+                f"{self._own}, where {free} are free.",
+                setting="output_dir",
+                got=free,
+                expected=needed,
+                cure="Free some space, use an `output_dir` on another disk, or launch as many ranks as before.",
+            )
+
+    def _run(self, states: Path, target: Path, limit_s: float) -> None:
+        module = "trl_multinode.saving.conversion_process"
+        command = [sys.executable, "-m", module, str(os.getpid()), str(states), str(target)]
+        without_gpus = environment() | {"DS_ACCELERATOR": "cpu"}
+        try:
+            done = subprocess.run(
+                command, env=without_gpus, capture_output=True, text=True, timeout=limit_s
+            )
+        except subprocess.TimeoutExpired:
+            reason = f"it took more than {limit_s:.0f} s"
+        else:
+            if done.returncode == 0:
+                return
+            reason = (done.stderr.strip() or f"code {done.returncode}").splitlines()[-1]
+        raise no_resume(
+            self._source,
+            f"{self._source} was written by another number of ranks, and DeepSpeed could not convert it: {reason}.",
+            f"Launch as many ranks as before, or {from_its_weights(self._source)}",
+        )
+
+    def load(self, engine: Any, load: Callable[..., None], load_module_strict: bool = True) -> None:
+        """Load the copy into a DeepSpeed engine, with frozen parameters and buffers. A collective.
+
+        Args:
+            engine (`DeepSpeedEngine`):
+                Engine of this rank.
+            load (`Callable`):
+                transformers' `deepspeed_load_checkpoint`.
+            load_module_strict (`bool`, *optional*, defaults to `True`):
+                Argument of `load`.
+
+        Raises:
+            `ConfigurationError`: if the checkpoint lacks a frozen parameter or a buffer.
+        """
+        with replaced(engine._config, "load_universal_checkpoint", True):
+            load(engine, str(self.folder), load_module_strict=load_module_strict)
+        (states,) = self.folder.glob("global_step*")
+        if engine.zero_optimization_partition_weights():
+            restore_groups(engine, states)
+        self._restore_kept(engine.module, states / KEPT)
+
+    @torch.no_grad()
+    def _restore_kept(self, module: torch.nn.Module, path: Path) -> None:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        persistent = module.state_dict().keys()
+        expected = {name: one for name, one in module.named_buffers() if name in persistent}
+        # PEFT's checkpoints have no frozen parameters: they are those of the base model, as in any resume
+        with safe_open(path, framework="pt") as file:
+            saved = set(file.keys())
+            for name, parameter in module.named_parameters():
+                if not parameter.requires_grad and (name in saved or not has_adapter(module)):
+                    expected[name] = parameter
+            if missing := sorted(expected.keys() - saved):
+                raise self._lacks("no values of", missing)
+            differing = []
+            for name, tensor in expected.items():
+                value = file.get_tensor(name).to(tensor.dtype)
+                with GatheredParameters([tensor], modifier_rank=0, enabled=is_zero3(tensor)):
+                    if self._rank == 0 or not is_zero3(tensor):
+                        tensor.copy_(value)
+                with GatheredParameters([tensor], enabled=is_zero3(tensor)):
+                    if digest(tensor) != digest(value):
+                        differing.append(name)
+        if differing:
+            raise self._lacks("other values than the model after the load for", differing)
+
+    def _lacks(self, what: str, names: list[str]) -> ConfigurationError:
+        return no_resume(
+            self._source,
+            f"{self._source} has {what} {len(names)} frozen parameters or buffers: {listed(names, SHOWN)}.",
+            f"Launch as many ranks as before, or {from_its_weights(self._source)}",
+        )
+
+    def delete(self) -> None:
+        """Delete the copy, which the run's own checkpoint replaces."""
+        if self.folder.is_dir():
+            delete([self.folder], self._own)
+
+
+def restore_groups(engine: Any, states: Path) -> None:
+    """Restore the hyperparameters of each parameter group: DeepSpeed gives all of them those of the first one."""
+    path = states / "zero" / "optimizer_state.pt"
+    saved = torch.load(path, "cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
+    own = engine.optimizer.optimizer.param_groups
+    for group, values in zip(own, saved["param_groups"], strict=True):
+        group.update({name: value for name, value in values.items() if name != "params"})
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    """Return a digest of the bytes of a tensor."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return blake2b(flat.view(torch.uint8).numpy(), digest_size=16).digest()
+
+
+def delete_parts(output_dir: Path) -> None:
+    """Delete conversions that an earlier run did not finish."""
+    for part in (output_dir / OWN).glob(f"{PREFIX}*{PART}*"):
+        shutil.rmtree(part, ignore_errors=True)
