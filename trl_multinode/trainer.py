@@ -42,7 +42,6 @@ from .rollouts.upcoming import Batch, UpcomingBatches
 from .sessions.harness import Harness, harness_reward
 from .sessions.rollout import COUNTS, LOGGED, TEXTS, HarnessRollout
 from .sessions.running import Sessions
-from .wire.messages import OpenSession
 
 
 class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
@@ -107,7 +106,14 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         self._tool_failures: list[RolloutError] = []
         host.presence.user_calls = [self._tool_calls.state, self._reward_calls.state]
         if self._harness is not None:
-            self._open_sessions(host, self._harness)
+            self._harness.sessions = Sessions(
+                self._harness.harness,
+                host,
+                self.vllm_generation,
+                self.chat_template_kwargs,
+                self._harness.returns_text,
+            )
+            host.presence.user_calls.append(self._harness.sessions.state)
         if self.environment_factories is not None:
             self._tool_calls.watch_environments(self)
         owner = owner_of(type(self), *LOSSES)
@@ -124,29 +130,6 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             self.vllm_generation.record(self._make_group, self._sessions_wait)
             if self._harness is not None:
                 self._harness.sessions.on_stopped = self.vllm_generation.rounds.groups.look_again
-
-    def _open_sessions(self, host: NodeHost, harness: HarnessRollout) -> None:
-        generation = self.vllm_generation
-
-        def message() -> OpenSession:
-            return OpenSession(
-                key="",
-                max_calls=harness.harness.max_calls,
-                max_tokens=generation.max_completion_length,
-                sampling=generation.sampling,
-                min_update=generation.version.update,
-                serving=harness.harness.serving(self.chat_template_kwargs),
-            )
-
-        harness.sessions = Sessions(
-            harness.harness,
-            host.topology,
-            generation.engines,
-            message,
-            raises=host.settings.tool_errors == "raise",
-            returns_text=harness.returns_text,
-        )
-        host.presence.user_calls.append(harness.sessions.state)
 
     def _sessions_wait(self) -> bool:
         return self._harness is not None and self._harness.sessions.stopped

@@ -125,7 +125,10 @@ def test_calls_continue_rows_although_their_text_is_tokenized_anew(folder):
 def test_an_evaluation_runs_sessions_too(folder):
     for run in results(folder, "sync"):
         assert isfinite(run["evaluation"]["eval_loss"])
-        assert run["evaluation"]["eval_reward"] > 0
+        (rewards,) = [entry["eval_reward"] for entry in run["log"] if "eval_reward" in entry]
+        assert rewards > 0
+        values = [one["value"] for one in run["sessions"][JOBS["sync"]["prompts"] * GROUP // 2 :]]
+        assert len(values) == 8  # 4 prompts, half of their sessions on each rank
 
 
 def test_a_session_in_flight_has_the_weights_of_several_updates(folder):

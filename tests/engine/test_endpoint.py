@@ -1,5 +1,6 @@
 """Agents that call an engine over HTTP get what its ranks get; one set of tests on the fake engine and on vLLM."""
 
+import asyncio
 import functools
 import http.client
 import itertools
@@ -24,6 +25,9 @@ from multinode_kit.engines import (
 )
 from multinode_kit.faults import Faults
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
+from trl_multinode.engine_process.agent_calls import ReplyMessage
+from trl_multinode.engine_process.backend import AgentApp
+from trl_multinode.engine_process.sessions import Session, digests, why_forks
 from trl_multinode.errors import EngineRefusedError
 from trl_multinode.wire.messages import (
     Await,
@@ -131,12 +135,10 @@ def sampled(call) -> list[int]:
     return unpack_ids(call.completion.tokens).tolist()
 
 
-def seed_of(agent, call, times: int = 1) -> int:
-    from trl_multinode.engine_process.sessions import Session
-
+def seed_of(call) -> int:
+    """Seed of the first call with its prompt in a session."""
     opened = OpenSession(key="", max_calls=1, max_tokens=1, sampling={}, seed=7)
-    session = Session(opened, None)
-    return [session.seed(call.prompt) for _ in range(times)][-1]
+    return Session(opened, None).seed(call.prompt)
 
 
 def rendered(*messages) -> list[int]:
@@ -160,7 +162,7 @@ def test_a_call_has_the_ids_and_the_logprobs_that_a_rank_gets(trainer, agent_of)
     assert ids(call) == rendered(USER)
     request = Generate(
         prompt=call.prompt, num_completions=1, max_tokens=9, sampling=SAMPLING,
-        seed=seed_of(agent, call), min_update=trainer.version.update,
+        seed=seed_of(call), min_update=trainer.version.update,
     )  # fmt: skip
     answer = trainer.engines[0].ask(request)
     assert isinstance(answer, Completions)
@@ -249,6 +251,74 @@ def test_a_changed_reply_is_rendered_as_it_comes(agent_of):
     agent.chat(USER, other, USER)
     _, call = agent.close().calls
     assert call.replaced == 0 and ids(call) == rendered(USER, other, USER)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def tool_call(arguments: str, **more) -> dict:
+    return {"id": "a1", "function": {"name": "add", "arguments": arguments}, **more}
+
+
+def test_a_call_may_offer_tools(agent_of):
+    agent = agent_of()
+    agent.chat(USER, tools=[TOOL], tool_choice="auto", parallel_tool_calls=True)
+    (call,) = agent.close().calls
+    assert ids(call) == rendered(USER)
+
+
+def test_a_reply_is_the_same_in_all_forms_that_agents_send():
+    ours = {"role": "assistant", "content": None, "tool_calls": [tool_call('{"a": 1, "b": 2}')]}
+    theirs = {
+        "role": "assistant", "content": "", "reasoning": "so", "refusal": None,
+        "tool_calls": [tool_call('{"b":2,"a":1}')],
+    }  # fmt: skip
+    other = ours | {"tool_calls": [tool_call('{"a": 1, "b": 3}')]}
+    bodies = [{"messages": [USER, reply], "tools": [TOOL]} for reply in (ours, theirs, other)]
+    first, second, third = map(digests, bodies)
+    assert first == second and first[0] == third[0] and first[1] != third[1]
+    assert digests(bodies[0] | {"tools": []})[0] != first[0]
+
+
+def test_the_message_of_a_stream_is_put_together():
+    found = ReplyMessage()
+    deltas = [
+        {"role": "assistant", "content": ""},
+        {"content": "I "},
+        {"content": "add.", "tool_calls": [tool_call("", index=0)]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]},
+    ]
+    for delta in deltas:
+        found.add(b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n")
+    found.add(b'data: {"choices": [], "usage": {}}\n\n')
+    found.add(b"data: [DONE]\n\n")
+    assert found.found == {
+        "role": "assistant", "content": "I add.", "tool_calls": [tool_call('{"a": 1}')]
+    }  # fmt: skip
+
+
+def shortens(messages: list) -> list[int]:
+    """Ids of a template that leaves out what earlier replies thought."""
+    return [7, EOS] * (len(messages) - 1) + [7, 7, EOS]
+
+
+@pytest.mark.parametrize(
+    ("template", "forks"),
+    [
+        (lambda messages: [7, EOS] * len(messages), False),
+        (shortens, True),
+        (lambda messages: [7] * len(messages), True),
+        (lambda messages: 1 / 0, True),
+    ],
+    ids=["plain", "shortens", "no-end", "fails"],
+)
+def test_the_reason_why_a_template_forks(template, forks):
+    async def render(body):
+        return template(body["messages"])
+
+    app = AgentApp(None, "policy", render, frozenset({EOS}))
+    assert bool(asyncio.run(why_forks(app))) is forks
 
 
 # ---- what is refused
@@ -342,7 +412,7 @@ def test_it_listens_on_the_loopback_address_only(trainer, agent_of):
 
 def long_agent(trainer, agent_of, **changes) -> Agent:
     sampling = SAMPLING | {"ignore_eos": True} | slowed(trainer, 0.01)
-    return agent_of(max_tokens=900, sampling=sampling, **changes)
+    return agent_of(max_tokens=400, sampling=sampling, **changes)
 
 
 def until_it_makes_tokens(trainer) -> None:
@@ -413,7 +483,7 @@ def test_an_update_in_flight_freezes_a_call_and_its_spans_show_it(trainer, agent
         trainer.sync.in_flight = False
     (recorded,) = agent.close().calls
     assert [span.update for span in recorded.completion.versions] == [first, first + 1]
-    assert recorded.completion.versions[-1].end == len(sampled(recorded)) == 900
+    assert recorded.completion.versions[-1].end == len(sampled(recorded)) == 400
 
 
 def test_calls_at_once_are_all_recorded(agent_of):

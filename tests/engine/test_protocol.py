@@ -23,22 +23,28 @@ from trl_multinode.wire import messages
 from trl_multinode.wire.connection import LENGTH, connect, frame, read_request, reason_of_end
 from trl_multinode.wire.messages import (
     Await,
+    Call,
+    Calls,
     CheckSlot,
+    CloseSession,
     Completion,
     Completions,
     Done,
     Drain,
+    Endpoint,
     EngineTimes,
     ErrorName,
     Failure,
     Generate,
     Hello,
     Image,
+    OpenSession,
     OpenSlots,
     Peek,
     Progress,
     Ready,
     Score,
+    Serving,
     Shutdown,
     TensorSpec,
     UpdateWeights,
@@ -79,6 +85,11 @@ REQUESTS = [
     ),
     Peek(request_id=15),
     Drain(request_id=16),
+    OpenSession(
+        request_id=17, key="k" * 64, max_calls=9, max_tokens=5, sampling={"top_k": 3}, seed=2**40, min_update=2,
+        serving=Serving("hermes", "qwen3", {"enable_thinking": False}),
+    ),
+    CloseSession(request_id=18, key="k" * 64),
     Shutdown(request_id=10),
 ]  # fmt: skip
 REPLIES = [
@@ -91,8 +102,13 @@ REPLIES = [
         ),
         Completion(b"", b"", (VersionSpan(4, 28, 0),), request_id=9),
     )),
+    Endpoint(request_id=17, port=2**16 - 1, model="policy", forks_because="no end token"),
+    Calls(
+        request_id=18, num_refused=1, num_cancelled=2, overridden=("seed", "top_p"),
+        calls=(Call(pack_ids([5]), Completion(b"", b"", ()), 3),),
+    ),
     Done(
-        request_id=3, version=VERSION, kv_use=0.25, num_open=2,
+        request_id=3, version=VERSION, kv_use=0.25, num_open=2, tokens=2**40,
         times=EngineTimes(clock_s=9.0, busy_s=4.0, slot_s=2.5, frozen_s=0.5, load_s=1.5, commit_s=0.1),
     ),
     *(

@@ -47,10 +47,12 @@ from trl_multinode.wire.connection import LENGTH, MAX_FRAME_BYTES, frame, with_l
 from trl_multinode.wire.messages import (
     Await,
     CheckSlot,
+    CloseSession,
     Completions,
     Drain,
     Generate,
     Hello,
+    OpenSession,
     OpenSlots,
     Peek,
     Ready,
@@ -313,6 +315,8 @@ FORBIDDEN = [
     CheckSlot(request_id=7, slot=0, num_bytes=1, crc=0),
     UpdateWeights(request_id=8, version=WeightVersion(2, 2)),
     Drain(request_id=9),
+    OpenSession(request_id=10, key="k", max_calls=1, max_tokens=1, sampling={}),
+    CloseSession(request_id=11, key="k"),
     Shutdown(request_id=12),
 ]
 ALLOWED = [

@@ -152,7 +152,12 @@ class SyncDriver:
         assert self.sync._slots is not None
         signals, first = self.sync._slots.signals, self.sync._first
         version = WeightVersion(self.version.update + 1, 99)
-        update = UpdateWeights(version=version, turn=signals.begin(), first_bucket=first)
+        update = UpdateWeights(
+            version=version,
+            turn=signals.begin(),
+            first_bucket=first,
+            in_flight=self.sync.in_flight,
+        )
         request = self.engines[0].post(update)
         if num_buckets:
             signals.send(first + num_buckets - 1)

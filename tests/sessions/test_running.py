@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -40,19 +41,16 @@ class Rig:
         self.driver = driver
 
     def sessions(self, run, raises: bool = False, returns_text: bool = False, **limits) -> Sessions:
-        def message() -> OpenSession:
-            return OpenSession(
-                key="",
-                max_calls=0,
-                max_tokens=8,
-                sampling=SAMPLING,
-                min_update=self.driver.version.update,
-            )
-
         harness = run if isinstance(run, Harness) else Harness(run, **limits)
-        return Sessions(
-            harness, Topology.from_environment(), self.driver.engines, message, raises, returns_text
+        settings = SimpleNamespace(tool_errors="raise" if raises else "answer")
+        host = SimpleNamespace(topology=Topology.from_environment(), settings=settings)
+        generation = SimpleNamespace(
+            engines=self.driver.engines,
+            version=self.driver.version,
+            sampling=SAMPLING,
+            max_completion_length=8,
         )
+        return Sessions(harness, host, generation, {}, returns_text)
 
     def run(self, run, count: int = 1, seeds=None, **how) -> list[Finished]:
         return self.sessions(run, **how).run(
@@ -330,6 +328,15 @@ def test_processes_of_a_session_end_with_it(rig):
 
     rig.run(start)
     until(lambda: not psutil.pid_exists(pids[0]) or psutil.Process(pids[0]).status() == "zombie")
+
+
+@pytest.mark.fault("harness_leftovers")
+def test_an_engine_ends_the_processes_of_a_rank_that_was_killed(rig):
+    client = rig.driver.engines.reserve()
+    client.ask(OpenSession(key="k" * 43, max_calls=1, max_tokens=1, sampling=SAMPLING))
+    with subprocess.Popen(["sleep", "600"], env={"TRL_MULTINODE_SESSION": "k" * 43}) as process:
+        rig.driver.engines.release(client)  # as the kernel does for a killed rank
+        assert process.wait(HANG_S) == -signal.SIGKILL
 
 
 def test_a_session_that_is_cancelled_from_outside_ends(rig):

@@ -45,12 +45,16 @@ class ServingClient:
         self, prompt: Mapping[str, Any], sampling_params: Any, *_: Any, **__: Any
     ) -> AsyncIterator[Any]:
         """Generate as for a rank. Of the sampling settings, only the limit and what shapes the text count."""
+        from vllm.sampling_params import RequestOutputKind
+
         text = {
             "detokenize": True,
             "skip_special_tokens": sampling_params.skip_special_tokens,
             "spaces_between_special_tokens": sampling_params.spaces_between_special_tokens,
-            "output_kind": sampling_params.output_kind,
         }
+        # without a stream vLLM asks for the last output only, and no token would count as made before
+        if sampling_params.output_kind == RequestOutputKind.DELTA:
+            text["output_kind"] = RequestOutputKind.DELTA
         return CALL.get().outputs(prompt["prompt_token_ids"], sampling_params.max_tokens, text)
 
 
@@ -86,9 +90,6 @@ async def build_agent_app(llm: Any, serving: Serving) -> AgentApp:
 
 def _build(llm: Any, serving: Serving) -> tuple[Any, Any, Any]:
     """Return vLLM's app, the arguments of its server, and the function that fills the app's state."""
-    from vllm.reasoning import ReasoningParserManager
-    from vllm.tool_parsers import ToolParserManager
-
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -98,16 +99,7 @@ def _build(llm: Any, serving: Serving) -> tuple[Any, Any, Any]:
         from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    known = {
-        "tool_call_parser": (serving.tool_call_parser, ToolParserManager),
-        "reasoning_parser": (serving.reasoning_parser, ReasoningParserManager),
-    }
-    for setting, (name, manager) in known.items():
-        names = sorted(manager.list_registered())
-        if name is not None and name not in names:
-            raise Refused(
-                "EngineRefusedError", f"vLLM has no {setting} {name!r}; it has {', '.join(names)}"
-            )
+    check_parsers(serving)
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     args.model = llm.model_config.model
     args.served_model_name = [MODEL]
@@ -120,6 +112,23 @@ def _build(llm: Any, serving: Serving) -> tuple[Any, Any, Any]:
     args.disable_fastapi_docs = True
     args.allowed_origins = []
     return build_app(args, ("generate",), llm.model_config), args, init_app_state
+
+
+def check_parsers(serving: Serving) -> None:
+    """Raise `Refused` if vLLM does not have a parser."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    known = {
+        "tool_call_parser": (serving.tool_call_parser, ToolParserManager),
+        "reasoning_parser": (serving.reasoning_parser, ReasoningParserManager),
+    }
+    for setting, (name, manager) in known.items():
+        names = sorted(manager.list_registered())
+        if name is not None and name not in names:
+            raise Refused(
+                "EngineRefusedError", f"vLLM has no {setting} {name!r}; it has {', '.join(names)}"
+            )
 
 
 def end_tokens(llm: Any) -> frozenset[int]:

@@ -103,6 +103,7 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
     def ended(pid: int) -> None:
         with one_end:
             if pid == spec.owner_pid:
+                server.sessions.kill_processes()
                 leave(spec, None, 0, owner_died=True)
             if server.closing:
                 return  # vLLM's own shutdown ends its processes one by one; `main` kills the rest

@@ -53,6 +53,8 @@ class EngineServer:
     Attributes:
         leaving (`threading.Event`):
             Set by another thread before it ends this process with a reason of its own.
+        sessions ([`Sessions`]):
+            Sessions of agents.
     """
 
     def __init__(self, spec: EngineSpec, backend: Backend):
@@ -73,10 +75,8 @@ class EngineServer:
         self._states = EngineStates.of(spec)
         self._clock.on_change = self._states.count
         self._kv_use = 0.0  # greatest between the last two updates
-        self._sessions = Sessions(
-            self._rows_unless_it_drains, lambda: backend.ready().max_model_len
-        )
-        self._endpoint = AgentEndpoint(self._sessions, backend)
+        self.sessions = Sessions(self._rows_unless_it_drains, lambda: backend.ready().max_model_len)
+        self._endpoint = AgentEndpoint(self.sessions, backend)
 
     @property
     def closing(self) -> bool:
@@ -117,7 +117,7 @@ class EngineServer:
         finally:
             for task in (progress, *[found.task for found in growing.values()]):
                 task.cancel()
-            await self._sessions.close_all(writer)
+            await self.sessions.close_all(writer)
             writer.close()
             if self._update is not None and self._update[0] is writer and not self.closing:
                 reason = "the connection of its sender ended"
@@ -214,7 +214,7 @@ class EngineServer:
                 endpoint = await self._endpoint.open(request, writer)
                 return msgspec.structs.replace(endpoint, request_id=request.request_id)
             case CloseSession():
-                calls = await self._sessions.close(request)
+                calls = await self.sessions.close(request)
                 return msgspec.structs.replace(calls, request_id=request.request_id)
             case Drain():
                 self._drains = True

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from ..wire.marked import kill_processes_of
 from ..wire.messages import (
     Call,
     Calls,
@@ -265,11 +266,18 @@ class Sessions:
         return await session.close()
 
     async def close_all(self, owner: object = None) -> None:
-        """Close the sessions of a connection that has ended, or all sessions."""
-        for key, session in list(self._by_key.items()):
-            if owner is None or session.owner is owner:
-                with suppress(Refused):  # another task has closed it
-                    await self.close(CloseSession(key=key))
+        """Close the sessions of a connection that has ended, or all sessions, and kill what their agents have left: a
+        rank does so itself, unless it was killed."""
+        found = [key for key, one in self._by_key.items() if owner is None or one.owner is owner]
+        for key in found:
+            with suppress(Refused):  # another task has closed it
+                await self.close(CloseSession(key=key))
+        if found:
+            await asyncio.to_thread(kill_processes_of, *found)
+
+    def kill_processes(self) -> None:
+        """Kill the processes of all open sessions, before this process ends at once."""
+        kill_processes_of(*self._by_key)
 
 
 def digests(body: Mapping[str, Any]) -> list[bytes]:

@@ -33,7 +33,6 @@ from ..engine.node_engines import NodeEngines
 from ..errors import EngineError, RolloutError
 from ..run.endings.error_text import described
 from ..run.reporter import warn
-from ..run.topology import Topology
 from ..wire.marked import kill_processes_of
 from ..wire.messages import Await, Calls, CloseSession, Done, Endpoint, OpenSession, unpack_ids
 from .chaining import SessionCall
@@ -108,14 +107,10 @@ class Sessions:
     Args:
         harness ([`Harness`]):
             Agent and limits.
-        topology ([`Topology`]):
-            Topology of the rank.
-        engines ([`NodeEngines`]):
-            Connections of the rank, from which those of the sessions are made.
-        message (`Callable[[], OpenSession]`):
-            Function that returns the settings that all sessions share at the moment.
-        raises (`bool`):
-            Whether an exception in the harness ends the run, and does not only fail its session.
+        host ([`NodeHost`]), generation ([`NodeGeneration`]):
+            Host of the rank, and its generation: the sampling settings and the weights of the moment.
+        template_kwargs (`dict`):
+            Keywords of the chat template.
         returns_text (`bool`):
             Whether the harness returns texts for reward functions, and not rewards.
 
@@ -127,18 +122,18 @@ class Sessions:
     def __init__(
         self,
         harness: Harness,
-        topology: Topology,
-        engines: NodeEngines,
-        message: Callable[[], OpenSession],
-        raises: bool,
+        host: Any,
+        generation: Any,
+        template_kwargs: dict[str, Any],
         returns_text: bool,
     ):
         self.on_stopped: Callable[[], None] = lambda: None
         self._harness = harness
-        self._topology = topology
-        self._engines = engines
-        self._message = message
-        self._raises = raises
+        self._topology = host.topology
+        self._raises = host.settings.tool_errors == "raise"
+        self._generation = generation
+        self._engines: NodeEngines = generation.engines
+        self._serving = harness.serving(template_kwargs)
         self._kind: Any = str if returns_text else Real
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -271,6 +266,18 @@ class Sessions:
             with self._lock:
                 self._num_waiting -= 1
 
+    def _message(self) -> OpenSession:
+        """Return the request that opens a session now, without its key and seed."""
+        generation = self._generation
+        return OpenSession(
+            key="",
+            max_calls=self._harness.max_calls,
+            max_tokens=generation.max_completion_length,
+            sampling=generation.sampling,
+            min_update=generation.version.update,
+            serving=self._serving,
+        )
+
     def _check(self, cancelled: threading.Event) -> None:
         """Raise if nobody waits for the sessions any more."""
         if cancelled.is_set() or self._closed.is_set():
@@ -285,9 +292,7 @@ class Sessions:
         cancelled: threading.Event,
     ) -> Finished:
         key = secrets.token_urlsafe(32)
-        endpoint = client.ask(
-            replace(message, key=key, max_calls=self._harness.max_calls, seed=seed)
-        )
+        endpoint = client.ask(replace(message, key=key, seed=seed))
         assert isinstance(endpoint, Endpoint), endpoint
         if endpoint.forks_because:
             self._say(f"messages of earlier turns are tokenized anew: {endpoint.forks_because}")
