@@ -78,7 +78,9 @@ HARNESS = replace(
     AGENT,
     script="train_harness.py",
     own_cores=True,
-    steps=40, minutes=10, learned=0.25,
+    steps=40,
+    minutes=10,
+    learned=0.25,
     model_arguments=("--hermes",),
 )
 DEMOS: dict[str, Demo] = {
