@@ -4,6 +4,7 @@ import inspect
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -106,7 +107,8 @@ class Harness:
     @property
     def name(self) -> str:
         """Name of the function, for messages and for the comparison of ranks."""
-        return getattr(self.run, "__name__", type(self.run).__name__)
+        run = self.run.func if isinstance(self.run, partial) else self.run
+        return getattr(run, "__name__", type(run).__name__)
 
     def serving(self, chat_template_kwargs: dict[str, Any]) -> Serving:
         """Return the settings of the engines' endpoints."""

@@ -385,7 +385,8 @@ class Sessions:
                 '(`tool_errors="answer"` leaves such sessions out).'
             ) from thread.error
         self._say(
-            f"the harness `{name}` {what}. Such sessions are left out of training; `harness/failed` counts them"
+            f"the harness `{name}` {what}. Such sessions are left out of training; `harness/failed` counts them",
+            kind=type(thread.error).__name__,
         )
         return f"the harness `{name}` {what}"
 
@@ -405,11 +406,11 @@ class Sessions:
             )
         return value if isinstance(value, str) else float(value)
 
-    def _say(self, text: str) -> None:
-        """Warn of something once."""
+    def _say(self, text: str, kind: str = "") -> None:
+        """Warn once of something, or of the first of a kind."""
         with self._lock:
-            is_new = text not in self._reported
-            self._reported.add(text)
+            is_new = (kind or text) not in self._reported
+            self._reported.add(kind or text)
         if is_new:
             warn(f"{self._topology}: {text}")
 
