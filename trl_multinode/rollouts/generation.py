@@ -408,8 +408,8 @@ class NodeGeneration:
         assert self.rounds is not None
         self._takes_ahead = False
         made = self.rounds.first_turns()
-        self.rows, self.generated = made.rows, bool(made.rows)
-        if made.rows:
+        self.rows, self.generated = made.rows, any(len(row.tokens) for row in made.rows)
+        if self.generated:
             self._use(made)
         self.rounds.begin_following(self.version)
 

@@ -88,13 +88,12 @@ class Harness:
                 got=run,
                 cure="Define it with `async def`; `asyncio.to_thread` calls what blocks.",
             )
-        for name, value in (
-            ("session_timeout", self.session_timeout),
-            ("max_calls", self.max_calls),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        for name, kind in (("session_timeout", int | float), ("max_calls", int)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
+                expected = "an integer" if kind is int else "a number"
                 raise ConfigurationError(
-                    f"`{name}` of a `Harness` must be a number above 0, got {value!r}.",
+                    f"`{name}` of a `Harness` must be {expected} above 0, got {value!r}.",
                     setting=name,
                     got=value,
                 )

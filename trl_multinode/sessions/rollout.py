@@ -69,6 +69,11 @@ class HarnessRollout:
         }
 
 
+def left_out(counts: list[Counter[str]]) -> list[bool]:
+    """Return which sessions are left out of training, from their counts."""
+    return [one["failed"] > 0 for one in counts]
+
+
 def turn_of(finished: list[Finished]) -> Turn:
     """Return all calls of some sessions, as the versions and ages of their tokens are read."""
     calls = [call for one in finished for call in one.calls]
