@@ -128,12 +128,11 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             self._scorer = (
                 GroupScorer(self, host, self._reward_calls) if host.settings.scores_groups else None
             )
-            self.vllm_generation.record(self._make_group, self._sessions_wait)
+            self.vllm_generation.record(self._make_group)
             if self._harness is not None:
-                self._harness.sessions.on_stopped = self.vllm_generation.rounds.groups.look_again
-
-    def _sessions_wait(self) -> bool:
-        return self._harness is not None and self._harness.sessions.stopped
+                groups, sessions = self.vllm_generation.rounds.groups, self._harness.sessions
+                groups.is_stopped = lambda: sessions.stopped
+                sessions.on_stopped = groups.look_again
 
     def _check_call(self, host: NodeHost, settings: Any, call: dict[str, Any]) -> None:
         super()._check_call(host, settings, call)
