@@ -78,6 +78,9 @@ def test_a_tail_is_the_time_with_fewer_than_a_tenth_of_the_rows_that_ran_at_once
 
 def test_a_server_says_with_every_done_how_busy_it_was_and_waiting_for_weights_is_not_work(clock):
     class Backend:
+        def tokens_done(self):
+            return 0
+
         async def generate(self, request, growing):
             clock.now += 3
             growing.rows = [CompletionBuffer([1], [-0.5])]
