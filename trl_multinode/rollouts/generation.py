@@ -408,7 +408,7 @@ class NodeGeneration:
             self._use(made)
         self.rounds.begin_following(self.version)
 
-    # ---- sessions of agents, in an evaluation -----------------------------------------------------------------------
+    # ---- sessions of a harness, in the main call --------------------------------------------------------------------
 
     def begin_sessions(self, num_rows: int) -> list[int] | None:
         """Return the seed of each session of a round."""

@@ -1,4 +1,4 @@
-"""What the argument `harness` of a trainer is, and what it gets: an agent, and one of its sessions."""
+"""Classes of the argument `harness` of a trainer: an agent with its limits, and a session that it gets."""
 
 import inspect
 import os

@@ -33,7 +33,7 @@ class HarnessRollout:
         harness ([`Harness`]):
             Agent and limits.
         returns_text (`bool`):
-            Whether the harness returns texts for reward functions, and not rewards.
+            `True` if the harness returns texts for reward functions, `False` if it returns rewards.
 
     Attributes:
         sessions ([`Sessions`]):

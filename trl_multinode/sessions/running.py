@@ -53,7 +53,7 @@ class Finished:
         calls (`list[SessionCall]`):
             Calls that the agent got an answer for, in the order of their ends; none if the session failed.
         value (`float` or `str`, *optional*):
-            What the harness returned.
+            Value that the harness returned.
         counts (`Counter`):
             Numbers for the log, by name.
         fault (`str`, *optional*):
@@ -114,7 +114,7 @@ class Sessions:
         template_kwargs (`dict`):
             Keywords of the chat template.
         returns_text (`bool`):
-            Whether the harness returns texts for reward functions, and not rewards.
+            `True` if the harness returns texts for reward functions, `False` if it returns rewards.
 
     Attributes:
         on_stopped (`Callable[[], None]`):
@@ -254,8 +254,12 @@ class Sessions:
                 try:
                     client = self._engines.reserve(without)
                     client.post(Await(min_update=min_update))
-                    if select.select([client], [], [], LOOK_S)[0]:
-                        client.receive()
+                    # not `select`, which takes no descriptor above 1023
+                    answer = select.poll()
+                    answer.register(client, select.POLLIN)
+                    answered = answer.poll(1000 * LOOK_S)
+                    # `None` is a sign of progress, which an engine that waits for the weights may send too
+                    if answered and client.receive() is not None:
                         break
                     without.add(client.index)
                 except EngineError:  # none of the others answers
