@@ -1,8 +1,9 @@
 """GRPO of an agent that owns its loop: a program that talks to a server. Run this on every node, K = 0 to 3:
 
     accelerate launch --config_file accelerate_configs/4node.yaml --machine_rank K --main_process_ip HOST0 \
-        examples/harness.py --model_name_or_path Qwen/Qwen3-4B --max_completion_length 512 \
-        --micro_batch_tokens 8192 --output_dir outputs/harness
+        examples/harness.py --model_name_or_path Qwen/Qwen3-4B --max_completion_length 512 --micro_batch_tokens 16384 \
+        --vllm_max_model_length 16384 --max_staleness 1 --vllm_importance_sampling_mode token_truncate \
+        --vllm_importance_sampling_clip_max 2 --output_dir outputs/harness
 
 The game is that of `agent.py`. Here the loop of turns is in `harness_agent.py`, a program that imports `openai` and
 nothing of training. `hunt` prepares its folder, starts it against the engine of this node, and scores its result; each

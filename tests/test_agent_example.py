@@ -193,7 +193,7 @@ class Model(BaseHTTPRequestHandler):
             self.rfile.read(1)
             return
         last = body["messages"][-1]
-        color = last["content"].split(" box")[0].split()[-1]
+        color = last["content"].rsplit(" box", 1)[0].split()[-1]
         message: dict = {"role": "assistant", "content": color}
         if "treasure is in" not in last["content"]:
             function = {"name": "open_box", "arguments": json.dumps({"color": color})}

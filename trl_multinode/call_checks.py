@@ -252,8 +252,21 @@ def check_in_flight(args: TrainingArguments, dataset: Any) -> None:
         )
 
 
-def check_harness(host: Any, call: Call) -> None:
+def check_harness(host: Any, args: Any, call: Call) -> None:
     """Raise `ConfigurationError` if an agent that owns its loop cannot be trained with these arguments."""
+    positions = getattr(
+        config_of(call["model"], args).get_text_config(), "max_position_embeddings", 0
+    )
+    context = args.vllm_max_model_length or positions
+    if context > args.micro_batch_tokens:
+        raise ConfigurationError(
+            f"A row of a session may fill the context of the engines, {context} tokens, and a micro-batch has "
+            f"`micro_batch_tokens` ({args.micro_batch_tokens}).",
+            setting="micro_batch_tokens",
+            got=args.micro_batch_tokens,
+            expected=context,
+            cure="Raise it, or set `vllm_max_model_length` to it.",
+        )
     if not host.rank.has_engines:
         raise ConfigurationError(
             "A `harness` calls an engine over the loopback address, and this node has no engines.",

@@ -40,7 +40,7 @@ from .rollouts.stand_in import Ask, Recorder
 from .rollouts.tool_calls import ToolCalls, unwrapped
 from .rollouts.upcoming import Batch, UpcomingBatches
 from .sessions.harness import Harness, harness_reward
-from .sessions.rollout import COUNTS, LOGGED, TEXTS, HarnessRollout
+from .sessions.rollout import COUNTS, LOGGED, TEXTS, HarnessRollout, left_out
 from .sessions.running import Sessions
 
 
@@ -87,8 +87,9 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             kwargs = with_harness(harness, bound_arguments(self._trl, self, *args, **kwargs))
             self._harness, args = kwargs["rollout_func"], ()
             self._has_sessions = True
-        with warnings.catch_warnings():
-            if self._harness is not None:  # which calls TRL's by its own experimental name
+        with nullcontext() if self._harness is None else warnings.catch_warnings():
+            if self._harness is not None:
+                # TRL's warning is of an argument that the user has not given
                 warnings.filterwarnings("ignore", message=".*'rollout_func'")
             super().__init__(*args, **kwargs)
         if NodeSettings.of(self.args).rehearse_longest:
@@ -127,18 +128,17 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             self._scorer = (
                 GroupScorer(self, host, self._reward_calls) if host.settings.scores_groups else None
             )
-            self.vllm_generation.record(self._make_group, self._sessions_wait)
+            self.vllm_generation.record(self._make_group)
             if self._harness is not None:
-                self._harness.sessions.on_stopped = self.vllm_generation.rounds.groups.look_again
-
-    def _sessions_wait(self) -> bool:
-        return self._harness is not None and self._harness.sessions.stopped
+                groups, sessions = self.vllm_generation.rounds.groups, self._harness.sessions
+                groups.is_stopped = lambda: sessions.stopped
+                sessions.on_stopped = groups.look_again
 
     def _check_call(self, host: NodeHost, settings: Any, call: dict[str, Any]) -> None:
         super()._check_call(host, settings, call)
         if self._harness is not None:
             check_session_loss(settings)
-            check_harness(host, call)
+            check_harness(host, settings, call)
         if (
             host.settings.dynamic_sampling
             and (owner := owner_of(type(self), "_calculate_rewards")) is not None
@@ -247,6 +247,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         recorded = self._recorder.record(group, ask)  # type: ignore[union-attr]
         if self._scorer is not None:
             recorded.scores = self._scorer.score(recorded)
+            if self._harness is not None and recorded.output is not None:
+                recorded.scores.leave_out(left_out(recorded.output[COUNTS]))
         return recorded
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -274,7 +276,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         *before, completions, logprobs, fields, images, tool_images = found
         self.session_parts = fields.pop(PART)
         texts, counts = fields.pop(TEXTS, None), fields.pop(COUNTS)
-        self._left_out = [one["failed"] > 0 for one in counts]
+        self._left_out = left_out(counts)
         for name in LOGGED:
             # TRL logs their mean over all rows of all ranks
             self._pending_metrics[f"harness/{name}"] += [float(one[name]) for one in counts]

@@ -74,7 +74,15 @@ LONG = Demo(
 AGENT = Demo("train_agent.py", num_ranks=4, steps=60, minutes=6, timeout_s=1800.0, learned=0.3, constant=0.2,
              model="agent_model.py")  # fmt: skip
 # the same hunts; the agents are processes of their own, which call the engine over HTTP
-HARNESS = replace(AGENT, script="train_harness.py", minutes=8, model_arguments=("--hermes",))
+HARNESS = replace(
+    AGENT,
+    script="train_harness.py",
+    own_cores=True,
+    steps=40,
+    minutes=10,
+    learned=0.25,
+    model_arguments=("--hermes",),
+)
 DEMOS: dict[str, Demo] = {
     **dict.fromkeys(MODES, SMALL), "in-flight": LONG, "fake": FAKE, "agent": AGENT,
     "harness": HARNESS, "real": REAL,

@@ -228,7 +228,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--steps",
         type=int,
-        help="default: 80, in mode in-flight 120, agent and harness 60, real 24, fake and pool-fake 30",
+        help="default: 80, in mode in-flight 120, agent 60, harness 40, real 24, fake and pool-fake 30",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

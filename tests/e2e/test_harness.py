@@ -34,7 +34,21 @@ JOBS = {
         "prompts": 24, "num_train_epochs": 1, "max_staleness": 3, "score_groups": 0, "loss_type": "dapo", "kill": 2,
         **ROUND,
     },
+    # a group of each round fails, and texts go to a reward function
+    "texts": {
+        "prompts": 12, "num_train_epochs": 1, "max_staleness": 2, "score_groups": 0, "dynamic_sampling": 1,
+        "loss_type": "dapo", "fails": [0, 5], "writes": True, **ROUND,
+    },
+    "cut": {
+        "prompts": 24, "num_train_epochs": 1, "max_staleness": 2, "loss_type": "dapo", "output": "cut", "stop": 3,
+        "save_strategy": "steps", "save_steps": 2, **ROUND,
+    },
+    "resumed": {
+        "prompts": 24, "num_train_epochs": 1, "max_staleness": 2, "loss_type": "dapo", "output": "cut",
+        "resume": True, **ROUND,
+    },
 }  # fmt: skip
+WHOLE = ("sync", "ahead", "flight")
 NUM_ITERATIONS = {"sync": 1, "ahead": 2, "flight": 1}
 
 
@@ -80,7 +94,7 @@ def sampled_in(sessions: list[dict]) -> Counter:
     return found
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.fault("harness_forks")
 def test_each_sampled_token_is_trained_exactly_once_behind_what_the_engine_has_seen(folder, name):
     runs = results(folder, name)
@@ -95,7 +109,7 @@ def test_each_sampled_token_is_trained_exactly_once_behind_what_the_engine_has_s
     assert trained == Counter({key: times * count for key, count in expected.items()})
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", WHOLE)
 def test_every_prompt_has_its_sessions_and_every_step_a_loss(folder, name):
     runs = results(folder, name)
     for run in runs:
@@ -144,3 +158,27 @@ def test_sessions_of_a_killed_engine_begin_again(folder):
     first, _ = results(folder, "flight")
     assert first["restarts"] == 1
     assert sum(session["counts"].get("again", 0) for session in first["sessions"]) > 0
+
+
+@pytest.mark.fault("harness_fails")
+def test_sessions_that_fail_are_left_out_and_nothing_else_is(folder):
+    runs = results(folder, "texts")
+    sessions = [one for run in runs for one in run["sessions"]]
+    failed = [one for one in sessions if one["counts"].get("failed")]
+    assert failed and all(one["number"] in (0, 5) and one["calls"] == [] for one in failed)
+    # what is trained was sampled in sessions that have ended well; of these, some belong to groups that were dropped
+    trained = sampled_by([row for run in runs for row in run["trained"]])
+    assert trained and not trained - sampled_in(sessions)
+    # the reward functions see the texts that the harness has returned
+    values = {one["value"] for one in sessions if one["value"]}
+    assert values and values <= {text for run in runs for text in run["texts"]}
+    for run in runs:
+        assert all(isfinite(entry["loss"]) for entry in run["log"] if "loss" in entry)
+
+
+def test_a_resumed_run_trains_every_prompt_that_the_checkpoint_had_not(folder):
+    before, after = results(folder, "cut"), results(folder, "resumed")
+    trained = [Counter(row["step"] for row in run["trained"]) for run in (before[0], after[0])]
+    assert max(trained[0]) == 2 and min(trained[1]) == 2  # the third step is done again
+    last = [entry["step"] for entry in after[0]["log"] if "loss" in entry][-1]
+    assert last == 6  # 24 prompts, 4 in each

@@ -78,6 +78,9 @@ def test_a_tail_is_the_time_with_fewer_than_a_tenth_of_the_rows_that_ran_at_once
 
 def test_a_server_says_with_every_done_how_busy_it_was_and_waiting_for_weights_is_not_work(clock):
     class Backend:
+        def tokens_done(self):
+            return 0
+
         async def generate(self, request, growing):
             clock.now += 3
             growing.rows = [CompletionBuffer([1], [-0.5])]
@@ -87,13 +90,13 @@ def test_a_server_says_with_every_done_how_busy_it_was_and_waiting_for_weights_i
         request = Generate(
             prompt=pack_ids([5]), num_completions=1, max_tokens=1, sampling={}, min_update=1
         )
-        waiting = asyncio.create_task(server._serve_one(request, Growing()))
+        waiting = asyncio.create_task(server._serve_one(request, None, Growing()))
         await asyncio.sleep(0)
         clock.now += 10  # the weights are not there yet
         await server._weights.begin(0)
         await server._weights.end(1, WeightVersion(1, 0))
         await waiting
-        return await server._serve_one(Await(min_update=1), Growing())
+        return await server._serve_one(Await(min_update=1), None, Growing())
 
     done = asyncio.run(asyncio.wait_for(story(), HANG_S))
     assert (done.times.busy_s, done.times.clock_s) == (3.0, 13.0) and done.version == WeightVersion(

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,6 +24,9 @@ from trl_multinode.engine.settings import (
     save_without_weights,
 )
 from trl_multinode.errors import WeightSyncError
+from trl_multinode.run.topology import Topology
+from trl_multinode.sessions.harness import Harness
+from trl_multinode.sessions.running import Sessions
 from trl_multinode.weights.source import ModuleSource, WeightSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.transport import Transport
@@ -34,6 +38,7 @@ from .forking import from_template
 from .models import tiny_tokenizer
 
 STOP_TIMEOUT_S = 15.0
+SAMPLING = {"temperature": 1.0}  # of sessions
 ENGINE_ARGS = {
     "dtype": "float32",
     "seed": 0,
@@ -171,6 +176,18 @@ class SyncDriver:
         ids = torch.tensor([[*prompt, *completion]])
         scores = (self.model(ids).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
         return scores.gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+def sessions_on(
+    driver: SyncDriver, harness: Harness, raises: bool = False, returns_text: bool = False
+) -> Sessions:
+    """Return the sessions of a rank on the engines of a driver, without a trainer; calls make at most 8 tokens."""
+    settings = SimpleNamespace(tool_errors="raise" if raises else "answer")
+    host = SimpleNamespace(topology=Topology.from_environment(), settings=settings)
+    generation = SimpleNamespace(
+        engines=driver.engines, version=driver.version, sampling=SAMPLING, max_completion_length=8
+    )
+    return Sessions(harness, host, generation, {}, returns_text)
 
 
 def worst_difference(

@@ -18,14 +18,12 @@ from multinode_kit.agent_packages import (
     install_mini_swe_agent,
     smolagents_agent,
 )
-from multinode_kit.engines import FORKED, SyncDriver, running_engines
+from multinode_kit.engines import FORKED, SyncDriver, running_engines, sessions_on
 from multinode_kit.tool_model import tool_model, tool_tokenizer
 from trl_multinode import GRPOTrainer  # noqa: F401  sets variables when it is imported: before the tests
-from trl_multinode.run.topology import Topology
 from trl_multinode.sessions.chaining import rows_of
 from trl_multinode.sessions.harness import Harness
-from trl_multinode.sessions.running import Finished, Sessions
-from trl_multinode.wire.messages import OpenSession
+from trl_multinode.sessions.running import Finished
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 SEEDS = [0, 1, 2, 3]
@@ -43,19 +41,7 @@ def played(run, turns: tuple[str, str], folder: Path, count: int) -> list[Finish
         driver.send()
         harness = Harness(run, session_timeout=HANG_S, tool_call_parser="hermes")
 
-        def message() -> OpenSession:
-            return OpenSession(
-                key="",
-                max_calls=0,
-                max_tokens=8,
-                sampling={"temperature": 1.0},
-                min_update=driver.version.update,
-                serving=harness.serving({}),
-            )
-
-        sessions = Sessions(
-            harness, Topology.from_environment(), engines, message, raises=True, returns_text=False
-        )
+        sessions = sessions_on(driver, harness, raises=True)
         rows = [{"number": number} for number in range(count)]
         return sessions.run(rows, SEEDS[:count], lambda waits: None)
 

@@ -9,17 +9,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
 from waiting import HANG_S, until
 
-from multinode_kit.engines import SyncDriver, running_engines
+from multinode_kit.engines import SAMPLING, SyncDriver, running_engines, sessions_on
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.errors import ConfigurationError, RolloutError
-from trl_multinode.run.topology import Topology
 from trl_multinode.sessions.chaining import rows_of
 from trl_multinode.sessions.harness import Harness, Session
 from trl_multinode.sessions.running import Finished, Sessions
@@ -31,7 +29,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 ROW = {"prompt": [{"role": "user", "content": "hello"}]}
-SAMPLING = {"temperature": 1.0}
 
 
 class Rig:
@@ -41,16 +38,7 @@ class Rig:
         self.driver = driver
 
     def sessions(self, run, raises: bool = False, returns_text: bool = False, **limits) -> Sessions:
-        harness = run if isinstance(run, Harness) else Harness(run, **limits)
-        settings = SimpleNamespace(tool_errors="raise" if raises else "answer")
-        host = SimpleNamespace(topology=Topology.from_environment(), settings=settings)
-        generation = SimpleNamespace(
-            engines=self.driver.engines,
-            version=self.driver.version,
-            sampling=SAMPLING,
-            max_completion_length=8,
-        )
-        return Sessions(harness, host, generation, {}, returns_text)
+        return sessions_on(self.driver, Harness(run, **limits), raises, returns_text)
 
     def run(self, run, count: int = 1, seeds=None, **how) -> list[Finished]:
         return self.sessions(run, **how).run(

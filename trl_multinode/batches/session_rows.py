@@ -99,6 +99,11 @@ def check_session_loss(args: Any) -> None:
             whole,
             f'Use "{mode.replace("sequence", "token")}".',
         ),
+        "mask_truncated_completions": (
+            args.mask_truncated_completions,
+            "the end of one call would decide for the whole session",
+            "Leave it out.",
+        ),
         "off_policy_mask_threshold": (
             args.off_policy_mask_threshold is not None,
             whole,

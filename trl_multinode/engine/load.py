@@ -3,6 +3,7 @@
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,18 +25,20 @@ class EngineLoad:
     """
 
     def __init__(self, path: Path, num_engines: int):
+        self._lock = threading.Lock()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(self._file, 8 * num_engines)
         self._tokens = np.frombuffer(mmap.mmap(self._file, 8 * num_engines), dtype=np.int64)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        # held for microseconds; the kernel releases it if the holder dies
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+        # held for microseconds; the kernel releases it if the holder dies. It does not exclude threads of one process
+        with self._lock:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def take(self, tokens: int, candidates: Sequence[int]) -> int:
         """Add `tokens` to the candidate with the fewest outstanding tokens, and return its index."""

@@ -177,13 +177,17 @@ class NodeEngines(EngineGroup):
 
     # ---- sessions of agents -----------------------------------------------------------------------------------------
 
-    def reserve(self) -> EngineClient:
+    def reserve(self, without: Collection[int] = ()) -> EngineClient:
         """Return a new connection to the engine of this node with the fewest outstanding tokens. Any thread calls it.
 
+        Args:
+            without (`Collection[int]`, *optional*):
+                Engines that are left out.
+
         Raises:
-            `EngineError`: if no engine of this node answers.
+            `EngineError`: if no other engine of this node answers.
         """
-        candidates = list(range(len(self.own)))
+        candidates = [index for index in range(len(self.own)) if index not in without]
         while True:
             index = self._load.take(SESSION_TOKENS, candidates)
             try:

@@ -171,8 +171,9 @@ class Reply:
             return
         if self.call is not None and "messages" in self.call.body:
             self._message.add(message.get("body", b""))
-            if self.call.turn is not None and self._message.found is not None:
-                self.call.session.remember(self.call.body, self._message.found, self.call.turn)
+            if self._message.is_whole and self.call.made is not None:
+                self.call.session.remember(self.call.body, self._message.found, self.call.made)
+                self._message.is_whole = False  # once
         await self._send(message)
 
     async def fail(self, error: CallError) -> None:
@@ -203,12 +204,15 @@ class ReplyMessage:
     """Message of a chat completion, read from the bytes of the response.
 
     Attributes:
-        found (`dict`, *optional*):
+        found (`dict`):
             The message as far as it was sent.
+        is_whole (`bool`):
+            Nothing of it follows.
     """
 
     def __init__(self) -> None:
-        self.found: dict[str, Any] | None = None
+        self.found: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
+        self.is_whole = False
         self._bytes = b""
 
     def add(self, data: bytes) -> None:
@@ -217,15 +221,16 @@ class ReplyMessage:
         if not self._bytes.startswith((b"data:", b":")):
             with suppress(ValueError, LookupError):  # incomplete, or an error
                 self.found = json.loads(self._bytes)["choices"][0]["message"]
+                self.is_whole = True
             return
         *events, self._bytes = self._bytes.split(b"\n\n")
         for event in events:
             with suppress(ValueError, LookupError):  # the end, or the number of tokens
-                self._add_delta(json.loads(event.removeprefix(b"data:"))["choices"][0]["delta"])
+                choice = json.loads(event.removeprefix(b"data:"))["choices"][0]
+                self._add_delta(choice["delta"])
+                self.is_whole = choice.get("finish_reason") is not None
 
     def _add_delta(self, delta: dict[str, Any]) -> None:
-        if self.found is None:
-            self.found = {"role": "assistant", "content": "", "tool_calls": []}
         self.found["content"] += delta.get("content") or ""
         calls = self.found["tool_calls"]
         for part in delta.get("tool_calls") or ():
@@ -266,6 +271,7 @@ class AgentCalls:
         except CallError as error:
             await reply.fail(error)
         except Exception as error:
+            await self._sessions.settle()
             print(f"a call of an agent failed: {type(error).__name__}", flush=True)
             await reply.fail(CallError(500, "the engine failed to answer"))
         finally:
@@ -300,7 +306,7 @@ class AgentCalls:
                 raise
         finally:
             await call.end()
-            if reply.was_cut and call.turn is None:
+            if reply.was_cut and call.made is None:
                 session.num_cancelled += 1
         if call.error is not None:
             raise CallError(STATUS.get(call.error.error, 500), str(call.error))
@@ -314,13 +320,15 @@ class AgentCalls:
         inner = {**scope, "headers": headers, "query_string": b""}
         bodies = [{"type": "http.request", "body": body, "more_body": False}]
 
+        gone = asyncio.create_task(disconnected(receive))
+
         async def receive_once() -> Mapping[str, Any]:
-            while not bodies:
-                await asyncio.Event().wait()
-            return bodies.pop()
+            if bodies:
+                return bodies.pop()
+            await asyncio.wait({gone})
+            return {"type": "http.disconnect"}
 
         app = asyncio.ensure_future(self._sessions.app.asgi(inner, receive_once, reply.send))
-        gone = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({app, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:

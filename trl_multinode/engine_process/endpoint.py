@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from ..wire.messages import Serving
+from .agent_calls import ROUTES
 from .backend import AgentApp, Refused
 from .sessions import CALL
 
 MODEL = "policy"  # agents see this name instead of the folder of the engine's files
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 
 
 class ServingClient:
@@ -74,7 +74,7 @@ async def build_agent_app(llm: Any, serving: Serving) -> AgentApp:
     app, args, init_app_state = await asyncio.to_thread(_build, llm, serving)
     await init_app_state(ServingClient(llm), app.state, args, ("generate",))
     app.router.routes[:] = [
-        route for route in app.router.routes if getattr(route, "path", None) in PATHS
+        route for route in app.router.routes if getattr(route, "path", None) in ROUTES
     ]
     chat = app.state.openai_serving_chat
 

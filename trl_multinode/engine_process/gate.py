@@ -24,6 +24,9 @@ class WeightGate:
         self.broken: tuple[ErrorName, str] | None = None
         self._users = Counter[bool]()  # requests that use the weights now, by whether they score
         self._updating = False
+        self._begins = (
+            False  # an update waits until no request is running, and new ones wait for it
+        )
         self._changed = asyncio.Condition()
 
     async def acquire(self, min_update: int, scores: bool = False) -> None:
@@ -36,7 +39,7 @@ class WeightGate:
         """
         async with self._changed:
             await self._changed.wait_for(
-                lambda: self.attempted >= min_update and not self._updating
+                lambda: self.attempted >= min_update and not (self._updating or self._begins)
             )
             if self.broken:
                 raise Refused(*self.broken)
@@ -71,16 +74,21 @@ class WeightGate:
                     "WeightSyncError",
                     "an update without the frozen weights came before a full update, or after a failed one",
                 )
-            await self._changed.wait_for(
-                lambda: (
-                    not (
-                        self._updating
-                        or self._users[True]
-                        or (self._users[False] and not in_flight)
+            self._begins = not in_flight
+            try:
+                await self._changed.wait_for(
+                    lambda: (
+                        not (
+                            self._updating
+                            or self._users[True]
+                            or (self._users[False] and not in_flight)
+                        )
                     )
                 )
-            )
-            self._updating = True
+                self._updating = True
+            finally:
+                self._begins = False
+                self._changed.notify_all()
             self.broken = (
                 "WeightSyncError",
                 "the last weight update did not finish: the engine holds mixed weights",

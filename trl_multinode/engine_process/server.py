@@ -75,7 +75,11 @@ class EngineServer:
         self._states = EngineStates.of(spec)
         self._clock.on_change = self._states.count
         self._kv_use = 0.0  # greatest between the last two updates
-        self.sessions = Sessions(self._rows_unless_it_drains, lambda: backend.ready().max_model_len)
+        self.sessions = Sessions(
+            self._rows_unless_it_drains,
+            lambda: backend.ready().max_model_len,
+            self._stop_if_leaving,
+        )
         self._endpoint = AgentEndpoint(self.sessions, backend)
 
     @property

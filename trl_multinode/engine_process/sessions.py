@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from ..wire.marked import kill_processes_of
@@ -28,22 +27,8 @@ from .backend import AgentApp, Growing, Refused
 
 # Fields of a message by which it is found again. Agents drop others, such as its reasoning, or add some of their own
 COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
+MOST_AFTER = 16  # tokens of a template from the end of a reply on; further ahead is another message
 CALL: ContextVar["AgentCall"] = ContextVar("call")  # the call that the app answers in this task
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Ids of a conversation up to the end of one reply.
-
-    Args:
-        ids (`list[int]`):
-            Token ids of the call's prompt and of what was sampled after it.
-        replaced (`int`):
-            Earlier replies of the prompt that have their recorded ids.
-    """
-
-    ids: list[int]
-    replaced: int
 
 
 class Session:
@@ -63,7 +48,7 @@ class Session:
         self.num_begun = self.num_refused = self.num_cancelled = 0
         self.overridden: set[str] = set()
         self.under_way: set[asyncio.Task] = set()  # each answers one HTTP request
-        self._turns: dict[bytes, Turn] = {}  # by the digest of their messages
+        self._turns: dict[bytes, Call] = {}  # by the digest of their messages, the reply included
         self._asked = Counter[bytes]()  # calls by their prompts
 
     def seed(self, prompt: bytes) -> int | None:
@@ -75,16 +60,16 @@ class Session:
         source.update(f"{self.opened.seed} {self._asked[prompt]}".encode())
         return int.from_bytes(source.digest(), "big")
 
-    def remember(self, body: Mapping[str, Any], reply: Mapping[str, Any], turn: Turn) -> None:
-        """Keep the ids of a conversation that ends with a reply."""
+    def remember(self, body: Mapping[str, Any], reply: Mapping[str, Any], call: Call) -> None:
+        """Keep a call by its conversation, which ends with the reply."""
         *_, digest = digests({**body, "messages": [*body["messages"], reply]})
-        self._turns[digest] = turn
+        self._turns[digest] = call
 
-    def longest_turn(self, body: Mapping[str, Any]) -> tuple[int, Turn] | None:
-        """Return the longest beginning of a chat request that ends with a recorded reply, in messages, and its ids."""
+    def longest_turn(self, body: Mapping[str, Any]) -> tuple[int, Call] | None:
+        """Return the longest beginning of a chat request that ends with a recorded reply: messages, and the call."""
         for index, digest in reversed(list(enumerate(digests(body)))):
-            if turn := self._turns.get(digest):
-                return index + 1, turn
+            if call := self._turns.get(digest):
+                return index + 1, call
         return None
 
     async def close(self) -> Calls:
@@ -115,16 +100,17 @@ class AgentCall:
     Attributes:
         error ([`Refused`], *optional*):
             Reason why the call has no completion.
-        turn ([`Turn`], *optional*):
-            Ids up to the end of the completion, once the call is recorded.
+        made (`Call`, *optional*):
+            The record of the call, once its completion is whole.
     """
 
     def __init__(self, session: Session, body: Mapping[str, Any], sessions: "Sessions"):
         self.session = session
         self.body = body
         self.error: Refused | None = None
-        self.turn: Turn | None = None
+        self.made: Call | None = None
         self._sessions = sessions
+        self._has_ended = False
         self._task: asyncio.Task | None = None
 
     async def outputs(
@@ -142,6 +128,8 @@ class AgentCall:
             text (`Mapping`):
                 The backend's keywords for the texts of the outputs.
         """
+        if self._has_ended:  # vLLM's handler goes on when the agent has left before it generates
+            raise Refused("EngineRefusedError", "the agent has left, or its session has ended")
         outputs: asyncio.Queue[Any] = asyncio.Queue()
         last: list[Any] = []
 
@@ -188,8 +176,8 @@ class AgentCall:
             min_update=opened.min_update,
         )
         (completion,) = (await self._sessions.rows(request, growing)).rows
-        self.session.calls.append(Call(packed, completion, replaced))
-        self.turn = Turn([*prompt, *unpack_ids(completion.tokens).tolist()], replaced)
+        self.made = Call(packed, completion, replaced)
+        self.session.calls.append(self.made)
 
     async def _with_recorded_ids(self, rendered: list[int]) -> tuple[list[int], int]:
         """Return the prompt with the recorded ids of the replies that have come back, and their number.
@@ -201,8 +189,9 @@ class AgentCall:
         found = self.session.longest_turn(self.body) if "messages" in self.body else None
         if found is None:
             return rendered, 0
-        num_messages, turn = found
-        if rendered[: len(turn.ids)] == turn.ids:
+        num_messages, call = found
+        ids = ids_of(call)
+        if rendered[: len(ids)] == ids:
             return rendered, 0
         try:
             before = await app.render(
@@ -210,14 +199,14 @@ class AgentCall:
             )
         except Exception:  # a template may refuse a conversation that ends with a reply
             return rendered, 0
-        stop = app.end_tokens | set(self.session.opened.sampling.get("stop_token_ids") or ())
-        end = after_the_reply(before, turn.ids[-1], stop)
+        end = after_the_reply(before, ids[-1], app.end_tokens)
         if end is None or rendered[: len(before)] != before:
             return rendered, 0
-        return turn.ids + rendered[end:], turn.replaced + 1
+        return ids + rendered[end:], call.replaced + 1
 
     async def end(self) -> None:
-        """Stop the generation, if it still runs; it counts as cancelled then."""
+        """Stop the generation, if it still runs, or let none begin; it counts as cancelled then."""
+        self._has_ended = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -231,6 +220,8 @@ class Sessions:
             Function that generates as for a rank.
         context (`Callable[[], int]`):
             Function that returns the tokens that prompt and completion may have together.
+        settle (`Callable[[], Awaitable[None]]`):
+            Function that waits whether this process ends, before a failure is told.
 
     Attributes:
         app ([`AgentApp`]):
@@ -243,9 +234,11 @@ class Sessions:
         self,
         rows: Callable[[Generate, Growing], Awaitable[Completions]],
         context: Callable[[], int],
+        settle: Callable[[], Awaitable[None]],
     ):
         self.rows = rows
         self.context = context
+        self.settle = settle
         self._by_key: dict[str, Session] = {}
 
     def find(self, key: str) -> Session | None:
@@ -278,6 +271,11 @@ class Sessions:
     def kill_processes(self) -> None:
         """Kill the processes of all open sessions, before this process ends at once."""
         kill_processes_of(*self._by_key)
+
+
+def ids_of(call: Call) -> list[int]:
+    """Return the token ids of a call's prompt and of what was sampled after it."""
+    return [*unpack_ids(call.prompt).tolist(), *unpack_ids(call.completion.tokens).tolist()]
 
 
 def digests(body: Mapping[str, Any]) -> list[bytes]:
@@ -325,7 +323,7 @@ def after_the_reply(rendered: Sequence[int], last: int, stop: frozenset[int]) ->
             Tokens that end a completion.
     """
     ends = {last} if last in stop else stop
-    for index in reversed(range(len(rendered))):
+    for index in reversed(range(max(0, len(rendered) - MOST_AFTER), len(rendered))):
         if rendered[index] in ends:
             return index + (last in stop)
     return None

@@ -159,14 +159,9 @@ class NodeGeneration:
             found["structured_outputs"] = {"regex": self.structured_outputs_regex}
         return found
 
-    def record(
-        self,
-        make: Callable[[Group, Ask], Recorded],
-        is_stopped: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Let `make` produce the whole rollouts of a group in a thread of the group, from now on; `is_stopped` returns
-        whether one of them waits for an engine by itself."""
-        groups = partial(RecordedGroups, make, lambda: self.version.update, is_stopped)
+    def record(self, make: Callable[[Group, Ask], Recorded]) -> None:
+        """Let `make` produce the whole rollouts of a group in a thread of the group, from now on."""
+        groups = partial(RecordedGroups, make, lambda: self.version.update)
         self.rounds = Rounds(self, self._host.settings, self._stream(), groups)
 
     def begin_round(self, mode: str, number: int) -> None:
@@ -408,12 +403,12 @@ class NodeGeneration:
         assert self.rounds is not None
         self._takes_ahead = False
         made = self.rounds.first_turns()
-        self.rows, self.generated = made.rows, bool(made.rows)
-        if made.rows:
+        self.rows, self.generated = made.rows, any(len(row.tokens) for row in made.rows)
+        if self.generated:
             self._use(made)
         self.rounds.begin_following(self.version)
 
-    # ---- sessions of agents, in an evaluation -----------------------------------------------------------------------
+    # ---- sessions of a harness, in the main call --------------------------------------------------------------------
 
     def begin_sessions(self, num_rows: int) -> list[int] | None:
         """Return the seed of each session of a round."""

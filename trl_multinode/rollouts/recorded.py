@@ -1,5 +1,6 @@
 """Data of a rollout that ran ahead: everything that TRL's code needs when its round is used."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -10,6 +11,7 @@ import numpy as np
 
 from ..engine.client import Rollout
 from ..images import images_of
+from ..wire.messages import WeightVersion
 from .upcoming import Batch
 
 Images = list[list | None]  # PIL images of each row
@@ -86,6 +88,13 @@ class Scores:
         assert rewards is not None, "a reward function of this group is called later"
         return rewards
 
+    def leave_out(self, rows: Sequence[bool]) -> None:
+        """Forget the rewards of some rows."""
+        for rewards in filter(None, self.values):
+            rewards[:] = [
+                None if is_out else one for one, is_out in zip(rewards, rows, strict=True)
+            ]
+
     def add_extra(self, column: str, values: list[Any]) -> None:
         """Keep the values of a column of the completions' log."""
         self.extras.setdefault(column, []).extend(values)
@@ -142,15 +151,19 @@ class Recorded:
         A `rollout_func` may generate more rows than it returns, so for one these are all tokens of its rows, and none
         if it has not asked an engine.
         """
-        if not self.turns:
+        parts = None if self.output is None else self.output.get(PART)
+        if not self.turns and parts is None:
             return Turn([], [])
         if self.output is None:
             return self.turns[0]
-        version = min(row.version for turn in self.turns for row in turn.rows)
+        made = [row.version for turn in self.turns for row in turn.rows]
+        # sessions without calls are rows of the round too, and have no tokens here
+        version = min(made, default=WeightVersion(sys.maxsize))
         tokens = [np.asarray(ids, np.int32) for ids in self.output["completion_ids"]]
-        if (parts := self.output.get(PART)) is not None:
+        if parts is not None:
             # behind the first row of a session, the tokens have other ones before them than those before them here
-            tokens = [ids[: of_row.count(0)] for ids, of_row in zip(tokens, parts, strict=True)]
+            lengths = [of_row.count(0) if made else 0 for of_row in parts]
+            tokens = [ids[:length] for ids, length in zip(tokens, lengths, strict=True)]
         rows = [Rollout(ids, np.zeros(len(ids), np.float32), version, 0) for ids in tokens]
         # those with which TRL scores the rows
         images: Images = [images_of(row) for row in self.inputs]

@@ -29,28 +29,29 @@ class RecordedGroups(OpenGroups):
             second argument with prompts, images, seeds and a limit in tokens for the completions of each turn.
         update (`Callable[[], int]`):
             Function that returns the number of the last weight update, which the engines have or will get.
-        is_stopped (`Callable[[], bool]`):
-            Function that returns whether a rollout waits for an engine by itself.
         *args:
             Arguments of [`OpenGroups`].
+
+    Attributes:
+        is_stopped (`Callable[[], bool]`):
+            Returns whether a rollout waits for an engine by itself.
     """
 
     def __init__(
         self,
         make: Callable[[Group, Ask], Recorded],
         update: Callable[[], int],
-        is_stopped: Callable[[], bool],
         *args: Any,
     ):
         super().__init__(*args)
-        self._is_stopped = is_stopped
+        self.is_stopped: Callable[[], bool] = lambda: False
         self._make = make
         self._update = update
         self._turns: dict[GroupId, list[Rollout | None]] = {}  # rows of the turns under way
 
     @property
     def stopped(self) -> bool:
-        return super().stopped or self._is_stopped()
+        return super().stopped or self.is_stopped()
 
     def look_again(self) -> None:
         """Let the main thread see that a rollout waits for an engine by itself. Any thread calls it."""

@@ -31,7 +31,7 @@ class SessionRow:
         ids (`list[int]`):
             Token ids of the whole row.
         logprobs (`list[float]`), sampled (`list[int]`):
-            Of the tokens after the prompt: the engines' log-probs (0 for tokens of the agent), and 1 if sampled.
+            Values of the tokens after the prompt: log-probs of the engines (0 for tokens of the agent), 1 if sampled.
     """
 
     def __init__(self, prompt: list[int]):

@@ -1,9 +1,10 @@
-"""What the argument `harness` of a trainer is, and what it gets: an agent, and one of its sessions."""
+"""Classes of the argument `harness` of a trainer: an agent with its limits, and a session that it gets."""
 
 import inspect
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -87,13 +88,12 @@ class Harness:
                 got=run,
                 cure="Define it with `async def`; `asyncio.to_thread` calls what blocks.",
             )
-        for name, value in (
-            ("session_timeout", self.session_timeout),
-            ("max_calls", self.max_calls),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        for name, kind in (("session_timeout", int | float), ("max_calls", int)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
+                expected = "an integer" if kind is int else "a number"
                 raise ConfigurationError(
-                    f"`{name}` of a `Harness` must be a number above 0, got {value!r}.",
+                    f"`{name}` of a `Harness` must be {expected} above 0, got {value!r}.",
                     setting=name,
                     got=value,
                 )
@@ -106,7 +106,8 @@ class Harness:
     @property
     def name(self) -> str:
         """Name of the function, for messages and for the comparison of ranks."""
-        return getattr(self.run, "__name__", type(self.run).__name__)
+        run = self.run.func if isinstance(self.run, partial) else self.run
+        return getattr(run, "__name__", type(run).__name__)
 
     def serving(self, chat_template_kwargs: dict[str, Any]) -> Serving:
         """Return the settings of the engines' endpoints."""

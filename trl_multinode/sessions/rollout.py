@@ -33,7 +33,7 @@ class HarnessRollout:
         harness ([`Harness`]):
             Agent and limits.
         returns_text (`bool`):
-            Whether the harness returns texts for reward functions, and not rewards.
+            `True` if the harness returns texts for reward functions, `False` if it returns rewards.
 
     Attributes:
         sessions ([`Sessions`]):
@@ -67,6 +67,11 @@ class HarnessRollout:
             TEXTS if self.returns_text else "harness_reward": values,
             COUNTS: counts,
         }
+
+
+def left_out(counts: list[Counter[str]]) -> list[bool]:
+    """Return which sessions are left out of training, from their counts."""
+    return [one["failed"] > 0 for one in counts]
 
 
 def turn_of(finished: list[Finished]) -> Turn:

@@ -12,8 +12,10 @@ begins again on another one, or on the same one after its restart.
 """
 
 import asyncio
+import copy
 import math
 import secrets
+import select
 import shutil
 import tempfile
 import threading
@@ -51,7 +53,7 @@ class Finished:
         calls (`list[SessionCall]`):
             Calls that the agent got an answer for, in the order of their ends; none if the session failed.
         value (`float` or `str`, *optional*):
-            What the harness returned.
+            Value that the harness returned.
         counts (`Counter`):
             Numbers for the log, by name.
         fault (`str`, *optional*):
@@ -112,7 +114,7 @@ class Sessions:
         template_kwargs (`dict`):
             Keywords of the chat template.
         returns_text (`bool`):
-            Whether the harness returns texts for reward functions, and not rewards.
+            `True` if the harness returns texts for reward functions, `False` if it returns rewards.
 
     Attributes:
         on_stopped (`Callable[[], None]`):
@@ -138,14 +140,14 @@ class Sessions:
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._open: dict[int, float] = {}  # start of each session that runs, by its thread
-        self._num_waiting = 0  # of these, those that wait for an engine
+        self._waiting: set[int] = set()  # threads of those that wait for an engine
         self._ended_well = False
         self._reported: set[str] = set()
 
     @property
     def stopped(self) -> bool:
         """Return whether a session waits for an engine, which needs the weights of all ranks. Any thread reads it."""
-        return self._num_waiting > 0
+        return bool(self._waiting)
 
     def state(self) -> str:
         """Return how many sessions run, for the lines of progress. Any thread calls it."""
@@ -200,9 +202,8 @@ class Sessions:
                 while thread.is_alive():
                     thread.join(LOOK_S)
                     look(self.stopped)
-                    for one in found:
-                        if isinstance(one, BaseException):
-                            raise one
+                    _raise_first(found)
+            _raise_first(found)
         finally:
             cancelled.set()
         finished = [one for one in found if isinstance(one, Finished)]
@@ -219,6 +220,7 @@ class Sessions:
     ) -> Finished:
         """Run a session until an engine has served all of it. Its own thread calls it."""
         thread, counts = threading.get_ident(), Counter[str]()
+        lost: set[int] = set()  # pids of engines
         self._open[thread] = time.monotonic()
         try:
             while True:
@@ -229,6 +231,10 @@ class Sessions:
                         found.counts += counts
                         return found
                     except LOSSES as error:
+                        # an engine that lives, and ends the connection again, would do so for ever
+                        if client.ready.pid in lost:
+                            raise
+                        lost.add(client.ready.pid)
                         client.lose(error)
                 counts["again"] += 1
         finally:
@@ -236,35 +242,42 @@ class Sessions:
 
     @contextmanager
     def _engine(self, min_update: int, cancelled: threading.Event) -> Iterator[EngineClient]:
-        """Connect to the engine of this node with the fewest sessions, as soon as one serves with the weights."""
-        client = None
+        """Connect to an engine of this node that has the weights, that with the fewest sessions if there are several.
+
+        If there is none, the session waits, and the main thread looks whether an engine was lost.
+        """
+        thread, client = threading.get_ident(), None
+        without: set[int] = set()  # engines that have not the weights yet
         try:
-            with self._waiting():
-                while client is None:
-                    self._check(cancelled)
-                    try:
-                        client = self._engines.reserve()
-                        client.ask(Await(min_update=min_update))
-                    except EngineError:
-                        if client is not None:
-                            self._engines.release(client)
-                        client = None
-                        time.sleep(LOOK_S)
+            while True:
+                self._check(cancelled)
+                try:
+                    client = self._engines.reserve(without)
+                    client.post(Await(min_update=min_update))
+                    # not `select`, which takes no descriptor above 1023
+                    answer = select.poll()
+                    answer.register(client, select.POLLIN)
+                    answered = answer.poll(1000 * LOOK_S)
+                    # `None` is a sign of progress, which an engine that waits for the weights may send too
+                    if answered and client.receive() is not None:
+                        break
+                    without.add(client.index)
+                except EngineError:  # none of the others answers
+                    without.update(range(len(self._engines.own)))
+                    time.sleep(LOOK_S)
+                if client is not None:
+                    self._engines.release(client)
+                    client = None
+                if len(without) == len(self._engines.own):
+                    self._waiting.add(thread)
+                    self.on_stopped()
+                    without.clear()
+            self._waiting.discard(thread)
             yield client
         finally:
+            self._waiting.discard(thread)
             if client is not None:
                 self._engines.release(client)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        with self._lock:
-            self._num_waiting += 1
-        self.on_stopped()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_waiting -= 1
 
     def _message(self) -> OpenSession:
         """Return the request that opens a session now, without its key and seed."""
@@ -298,7 +311,7 @@ class Sessions:
             self._say(f"messages of earlier turns are tokenized anew: {endpoint.forks_because}")
         folder = Path(tempfile.mkdtemp(prefix="session_", dir=self._engines.folder))
         session = Session(
-            dict(row),
+            copy.deepcopy(row),
             f"http://127.0.0.1:{endpoint.port}/v1",
             key,
             endpoint.model,
@@ -385,7 +398,8 @@ class Sessions:
                 '(`tool_errors="answer"` leaves such sessions out).'
             ) from thread.error
         self._say(
-            f"the harness `{name}` {what}. Such sessions are left out of training; `harness/failed` counts them"
+            f"the harness `{name}` {what}. Such sessions are left out of training; `harness/failed` counts them",
+            kind=type(thread.error).__name__,
         )
         return f"the harness `{name}` {what}"
 
@@ -405,11 +419,11 @@ class Sessions:
             )
         return value if isinstance(value, str) else float(value)
 
-    def _say(self, text: str) -> None:
-        """Warn of something once."""
+    def _say(self, text: str, kind: str = "") -> None:
+        """Warn once of something, or of the first of a kind."""
         with self._lock:
-            is_new = text not in self._reported
-            self._reported.add(text)
+            is_new = (kind or text) not in self._reported
+            self._reported.add(kind or text)
         if is_new:
             warn(f"{self._topology}: {text}")
 
@@ -419,6 +433,12 @@ class Sessions:
         end = time.monotonic() + 2 * CANCELLED_S
         while self._open and time.monotonic() < end:
             time.sleep(0.05)
+
+
+def _raise_first(found: Sequence[Finished | BaseException | None]) -> None:
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
 
 
 class Progress:

@@ -9,11 +9,13 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 
 import httpx
 import torch
 from common import RANK, make_trainer, write_result
 from datasets import Dataset
+from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from multinode_kit.models import tiny_tokenizer
@@ -27,15 +29,20 @@ TEMPLATE = (
 
 
 class Agent:
-    """A harness with one to three turns, of which the last rewrites the conversation in every third prompt."""
+    """A harness with one to three turns, of which the last rewrites the conversation in every third prompt.
 
-    def __init__(self, kill: int | None):
+    It fails after its calls for the prompts `fails`, and with `writes` it returns a text.
+    """
+
+    def __init__(self, kill: int | None, fails: list[int], writes: bool):
         self._kill, self._lock = kill, threading.Lock()
+        self._fails, self._writes = fails, writes
         self.trainer = None
 
-    async def __call__(self, session) -> float:
+    async def __call__(self, session) -> float | str:
         number = session.row["number"]
-        messages = [*session.row["prompt"]]
+        messages = session.row["prompt"]  # and it changes them, as agents do
+        assert len(messages) == 1
         async with httpx.AsyncClient(timeout=600, base_url=session.base_url) as client:
             for turn in range(1 + number % 3):
                 self._kill_at_times()
@@ -49,8 +56,10 @@ class Agent:
                 answer.raise_for_status()
                 message = answer.json()["choices"][0]["message"]
                 messages += [message, {"role": "user", "content": "more"}]
+        if number in self._fails:
+            raise RuntimeError("a tool")
         text = "".join(one["content"] or "" for one in messages if one["role"] == "assistant")
-        return len(set(text)) / 10
+        return text if self._writes else len(set(text)) / 10
 
     def _kill_at_times(self) -> None:
         with self._lock:
@@ -109,18 +118,42 @@ def recorded_rows(trainer, found: list) -> None:
     trainer.compute_loss = kept
 
 
+def letters(completions, seen: list, **_) -> list[float]:
+    """Reward of a text; no row without one has a reward."""
+    texts = [completion[0]["content"] for completion in completions]
+    seen += texts
+    return [len(set(text)) / 10 for text in texts]
+
+
+class Stop(TrainerCallback):
+    """Ends the run after a step."""
+
+    def __init__(self, step: int):
+        self._step = step
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step >= self._step
+
+
 def run(
     name: str,
     prompts: int,
     kill: int | None = None,
     resume=None,
     evaluates: bool = False,
+    fails: tuple = (),
+    writes: bool = False,
+    stop: int = 10**9,
     **settings,
 ) -> None:
     unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    agent = Agent(kill)
+    agent = Agent(kill, fails, writes)
+    texts: list[str] = []
+    reward = partial(letters, seen=texts) if writes else None
+    if writes:
+        reward.__name__ = "letters"
 
     def rows(count: int) -> Dataset:
         texts = [[{"role": "user", "content": f"task {number}"}] for number in range(count)]
@@ -130,20 +163,21 @@ def run(
     trained: list[dict] = []
     recorded_sessions(sessions)
     trainer = make_trainer(
-        f"{folder}/model", None, f"{folder}/{settings.pop('output', name)}", [],
+        f"{folder}/model", reward, f"{folder}/{settings.pop('output', name)}", [],
         dataset=rows(prompts), eval_dataset=rows(4) if evaluates else None, processing_class=tokenizer,
         harness=agent, rollout_seed=5, micro_batch_tokens=512, vllm_max_model_length=512,
         vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0,
         max_completion_length=6, learning_rate=1e-3, **settings,
     )  # fmt: skip
     agent.trainer = trainer
+    trainer.add_callback(Stop(stop))
     recorded_rows(trainer, trained)
     print(f"JOB {name} on rank {RANK}", flush=True)
     trainer.train(resume_from_checkpoint=resume)
     evaluation = trainer.evaluate() if evaluates else None
     write_result(
         folder, name, sessions=sessions, trained=trained, log=trainer.state.log_history,
-        evaluation=evaluation, restarts=trainer.host.updates.num_restarts,
+        evaluation=evaluation, texts=texts, restarts=trainer.host.updates.num_restarts,
     )  # fmt: skip
     trainer.close()
 
