@@ -89,7 +89,7 @@ COLLECTIVES = {
     "rollouts.generation": {"wait_for_everyone"},  # before a sync; `generate` has none
     "saving.checkpoints": {"gather", "wait_for_everyone"},  # which are whole; when one is
     # frozen parameters of a checkpoint of another number of ranks, once
-    "saving.other_ranks": {"GatheredParameters"},
+    "saving.conversion": {"GatheredParameters"},
     "reporting.steps": {"gather"},  # of a few numbers per rank, once per log
     # lengths of all ranks; rows between nodes, then within a node; with sessions the most rows of a rank
     "batches.row_exchange": {

@@ -304,17 +304,6 @@ class NodeTrainer(HubTrainer):
         sampler = super()._get_train_sampler(dataset)
         return sampler if self.host is None else fast_forward(sampler, self._resume.epochs)
 
-    def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int,
-        resume_from_checkpoint: str | None, trial: Any,
-    ) -> tuple[int, int]:  # fmt: skip
-        position = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
-        if self.host is None:
-            return position
-        return self._resume.moved(position, num_update_steps_per_epoch)
-
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.host is None:
             return super().training_step(*args, **kwargs)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from waiting import HANG_S
 
 from multinode_kit.engines import FAKE
-from multinode_kit.launch_files import ZERO3
+from multinode_kit.launch_files import DDP, FSDP2, ZERO3
 from multinode_kit.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "continued.py"
@@ -47,12 +47,12 @@ def seen(folder: Path, name: str, first: int = 0) -> tuple[dict, dict]:
     return {step: found for step, found in rows.items() if step >= first}, steps
 
 
-def same(folder: Path, name: str, whole: str, first: int = STEP) -> None:
+def same(folder: Path, name: str, whole: str, first: int = STEP, last: int = LAST) -> None:
     """The rows are the same ones in the same order, losses and norms differ by rounding."""
     rows, steps = seen(folder, name, first)
     expected_rows, expected_steps = seen(folder, whole, first)
     assert rows == expected_rows
-    assert steps.keys() == expected_steps.keys() and max(steps) == LAST
+    assert steps.keys() == expected_steps.keys() and max(steps) == last
     for number, (step, values) in enumerate(sorted(steps.items())):
         tolerance = TOLERANCES[min(number, len(TOLERANCES) - 1)]
         assert values == pytest.approx(expected_steps[step], abs=tolerance), step
@@ -71,6 +71,23 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("other_ranks")
 
 
+FROZEN = {"frozen": ["model.layers.0.", "lm_head"]}
+
+
+@pytest.mark.feature("Resume", "another number of nodes, ZeRO")
+@pytest.mark.fault("40")
+def test_a_run_of_two_nodes_goes_on_with_one(tmp_path):
+    """The script of the resumed run draws other weights, so frozen ones are the checkpoint's, too."""
+    short = FROZEN | {"max_staleness": 1, "num_train_epochs": 2}
+    with Nodes(2, 1, folder=tmp_path / "whole", env=ENVIRONMENT, forked=True) as nodes:
+        job = {"name": "full", "output": "full", "seed_of_model": 1} | short
+        assert launch(nodes, tmp_path, 2, job) == [0, 0], nodes.rank_log(0)[-3000:]
+    with Nodes(1, 1, folder=tmp_path / "other", env=ENVIRONMENT, forked=True) as nodes:
+        assert launch(nodes, tmp_path, 1, copy("other", "full", 2, **short)) == [0], nodes.rank_log(0)[-3000:]
+    same(tmp_path, "other", "full", 2, 4)
+    assert list(tmp_path.rglob("universal-*")) == []
+
+
 @pytest.fixture(scope="module")
 def whole(folder):
     """Runs without a change; 2 nodes x 2 ranks."""
@@ -84,7 +101,7 @@ def whole(folder):
             {"name": "full2", "output": "full2", "max_staleness": 2},
             {"name": "lora", "output": "lora", "max_staleness": 0, "lora": True},
             {"name": "frozen", "output": "frozen", "max_staleness": 0, "seed_of_model": 1,
-             "frozen": ["model.layers.0.", "lm_head"]},
+             **FROZEN},
         )  # fmt: skip
         assert codes == [0, 0], nodes.rank_log(0)[-3000:]
 
@@ -101,19 +118,19 @@ def three(folder, whole):
             copy("three1", "full1", max_staleness=1),
             copy("three2", "full2", max_staleness=2),
             copy("frozen3", "frozen", max_staleness=0, seed_of_model=2,
-                 frozen=["model.layers.0.", "lm_head"]),
+                 **FROZEN),
         )  # fmt: skip
         assert codes == [0] * 3, nodes.rank_log(0)[-3000:]
         return nodes.rank_log(0)
 
 
-@pytest.mark.feature("Resume", "another number of nodes, ZeRO")
-@pytest.mark.fault("40")
+@pytest.mark.nightly
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_of_four_ranks_goes_on_with_three(folder, three, staleness):
     same(folder, f"three{staleness}", f"full{staleness}")
 
 
+@pytest.mark.nightly
 def test_every_prompt_in_flight_is_trained_once_across_the_change(folder, three):
     before, _ = seen(folder, "full2")
     after, _ = seen(folder, "three2", STEP)
@@ -122,6 +139,7 @@ def test_every_prompt_in_flight_is_trained_once_across_the_change(folder, three)
     assert set(counts.values()) == {4 * RUN["num_train_epochs"]} and len(counts) == RUN["prompts"]
 
 
+@pytest.mark.nightly
 def test_frozen_parameters_are_those_of_the_checkpoint(folder, three):
     """The script of the resumed run draws others."""
     mine, expected = weights(folder, "frozen3"), weights(folder, "frozen")
@@ -166,27 +184,23 @@ def test_a_run_with_half_the_global_batch_trains_the_other_prompts(folder, two):
     assert prompts == [row[0] for _, of_step in sorted(expected.items()) for row in of_step]
 
 
-# Not DDP and FSDP2, whose optimizer torch cannot load on a CPU: its devices are called `cpu:0`
-STAGES = 1, 2
+LAUNCHES = {
+    "zero1": {"deepspeed": ZERO3 | {"zero_optimization": {"stage": 1}}},
+    "zero2": {"deepspeed": ZERO3 | {"zero_optimization": {"stage": 2}}},
+    "ddp": {"accelerate": DDP},
+    "fsdp2": {"accelerate": FSDP2},
+}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stage", STAGES)
-def test_other_stages_of_zero_go_on_with_another_number_of_ranks(tmp_path, stage):
-    config = ZERO3 | {"zero_optimization": {"stage": stage}}
-    frozen = {"frozen": ["lm_head"]}
-    with Nodes(
-        1, 2, folder=tmp_path / "whole", env=ENVIRONMENT, forked=True, deepspeed=config
-    ) as nodes:
-        job = {"name": "full", "output": "full", "max_staleness": 1} | frozen
+@pytest.mark.parametrize("how", LAUNCHES)
+def test_others_than_zero_3_go_on_with_another_number_of_ranks(tmp_path, how):
+    frozen = {"frozen": ["lm_head"], "max_staleness": 1}
+    each = {"env": ENVIRONMENT, "forked": True} | LAUNCHES[how]
+    with Nodes(1, 2, folder=tmp_path / "whole", **each) as nodes:
+        job = {"name": "full", "output": "full"} | frozen
         assert launch(nodes, tmp_path, 2, job) == [0], nodes.rank_log(0)[-3000:]
-    with Nodes(
-        1, 3, folder=tmp_path / "other", env=ENVIRONMENT, forked=True, deepspeed=config
-    ) as nodes:
-        job = copy("other", "full", max_staleness=1) | frozen
+    with Nodes(1, 3, folder=tmp_path / "other", **each) as nodes:
+        job = copy("other", "full", **frozen)
         assert launch(nodes, tmp_path, 3, job) == [0], nodes.rank_log(0)[-3000:]
     same(tmp_path, "other", "full")
-
-
-def test_the_conversion_is_deleted_after_the_first_own_checkpoint(folder, three):
-    assert list(folder.rglob("universal-*")) == []

@@ -12,6 +12,7 @@ from datasets import Dataset
 from refusals import refused
 from safetensors.torch import save_file
 from stubs import rounds_of
+from transformers import TrainerState
 
 from trl_multinode.engine.client import Rollout
 from trl_multinode.node_settings import NodeSettings
@@ -491,20 +492,22 @@ def after_steps(tmp_path, rows: int, epoch: float = 1.5) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("rows", "steps", "position", "epochs"),
-    [(4, None, (1, 2), 1), (8, 12, (3, 0), 1), (2, 3, (0, 3), 1), (3, 4, (1, 0), 1)],
+    ("rows", "steps"),
+    [(4, None), (8, 12), (2, 3), (3, 4)],
     ids=["as many", "half", "twice", "a part is trained again"],
 )
 def test_a_resume_with_another_global_batch_goes_on_at_the_same_rows(
-    tmp_path, rows, steps, position, epochs
+    tmp_path, rows, steps
 ):
     """This launch has 2 ranks x 2 rows; the numbers of its steps follow the rows."""
     trainer = trainer_at(6, tmp_path / "second")
     trainer.train_dataset = Dataset.from_dict({"prompt": ["a"]})
     resume = Resume(trainer)
-    resume.choose(str(after_steps(tmp_path, rows)))
-    assert resume.moved((1, 2), 4) == position
-    assert trainer.state.global_step == (steps or 6) and resume.epochs == epochs
+    folder = after_steps(tmp_path, rows)
+    resume.choose(str(folder))
+    with resume.loading():
+        trainer.state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+    assert trainer.state.global_step == (steps or 6) and resume.epochs == 1
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)

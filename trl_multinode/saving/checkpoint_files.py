@@ -198,13 +198,11 @@ def was_in_flight(folder: Path) -> bool:
 
 
 def write_metadata(
-    folder: Path, rank: int, ranks: int, in_flight: bool, rows: int | None = None
+    folder: Path, rank: int, ranks: int, in_flight: bool, rows: int
 ) -> None:
     """Write format, version, ranks and rows of a step of this launch; nodes that share the folder write the same."""
     number = FORMAT_IN_FLIGHT if in_flight else FORMAT
-    content = {"format": number, "trl_multinode": OWN_VERSION, "ranks": ranks}
-    if rows is not None:
-        content["rows"] = rows
+    content = {"format": number, "trl_multinode": OWN_VERSION, "ranks": ranks, "rows": rows}
     _replace_metadata(folder, rank, content)
 
 

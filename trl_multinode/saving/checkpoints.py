@@ -27,7 +27,6 @@ from .checkpoint_files import (
     why_unusable,
     write_metadata,
 )
-from .other_ranks import delete_parts
 from .rotation import (
     by_age,
     delete,
@@ -103,7 +102,7 @@ class CheckpointLog:
         self._markers = output_dir / MARKERS
 
     @contextmanager
-    def saving(self, step: int, in_flight: bool = False, rows: int | None = None) -> Iterator[Path]:
+    def saving(self, step: int, in_flight: bool = False, rows: int = 0) -> Iterator[Path]:
         """Create the checkpoint folder of `step`, and mark it as finished on exit.
 
         The metadata record whether groups of several rounds are open, and the rows of an optimizer step.
@@ -178,7 +177,6 @@ class CheckpointLog:
         """Delete what an earlier run was deleting when it ended."""
         if self._accelerator.is_local_main_process:
             delete_leftovers(self._own)
-            delete_parts(self._output_dir)
 
     @staticmethod
     def _write_latest(folder: Path) -> None:

@@ -45,7 +45,7 @@ def convert(states: Path, target: Path) -> None:
 def kept_tensors(states: Path) -> dict[str, torch.Tensor]:
     """Return buffers and frozen parameters, as far as the checkpoint has them: with PEFT it has no frozen ones."""
     files = sorted(states.glob("*_model_states.pt"), key=_rank_of)
-    ranks = [torch.load(path, "cpu", weights_only=False, mmap=True) for path in files]
+    ranks = [torch.load(path, "cpu", mmap=True, weights_only=True) for path in files]
     first = ranks[0]
     not_kept = {name for group in first["param_shapes"] for name in group}
     # other names of tied parameters

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from ..rollouts.groups import Group
 from ..rollouts.saved_groups import SavedGroups, decoded, encoded
+from .open_groups import NAME
 from .saved_rollouts import SavedRollouts, load_rollouts, pack_block, unpack_block
-
-OPEN = "open"  # name of the tensor and of the notes with open groups
 
 
 @dataclass(frozen=True)
@@ -58,37 +57,31 @@ def load_dealt(
         `SavedRollouts`, *optional*: `None` if the file of a rank cannot be used, if the batches differ, or if rows do
             not say to which completion their values belong (images).
     """
-    files = files_of_all(folder, device)
-    if not files:
+    first = load_rollouts(folder, 0, device)
+    if first is None or "layout" not in first.notes:
         return None
-    was, now = Layout(*files[0].notes["layout"]), Layout(*layout)
-    if was.batches != now.batches:
+    was, now = Layout(*first.notes["layout"]), Layout(*layout)
+    files = [load_rollouts(folder, number, device) for number in range(was.ranks)]
+    whole = [file for file in files if file and file.notes.get("layout") == first.notes["layout"]]
+    if len(whole) < was.ranks or was.batches != now.batches:
         return None
-    block = dealt_block([unpack_block(file) for file in files], was, now, rank)
+    block = dealt_block([unpack_block(file) for file in whole], was, now, rank)
     if block is None:
         return None
     saved = pack_block(block)
-    if any(OPEN not in file.notes for file in files):
+    if any(NAME not in file.notes for file in whole):
         return saved
-    parts = [decoded(file.tensors[OPEN].cpu().numpy().tobytes()) for file in files]
-    deal = dealt_groups if files[0].notes[OPEN]["in_flight"] else dealt_rounds
-    own = deal(parts, was, now, rank)
-    if own is None:
+    parts = [decoded(file.tensors[NAME].cpu().numpy().tobytes()) for file in whole]
+    deal = dealt_groups if first.notes[NAME]["in_flight"] else dealt_rounds
+    groups = deal(parts, was, now, rank)
+    if groups is None:
         return None
-    saved.tensors[OPEN] = torch.frombuffer(bytearray(encoded(own)), dtype=torch.uint8)
-    saved.notes[OPEN] = files[0].notes[OPEN]
+    newest = max(part.last_begun for part in parts)
+    updates = {update: made for part in parts for update, made in part.updates.items()}
+    own = SavedGroups(newest, updates, [group for group, _ in groups], [index for _, index in groups])
+    saved.tensors[NAME] = torch.frombuffer(bytearray(encoded(own)), dtype=torch.uint8)
+    saved.notes[NAME] = first.notes[NAME]
     return saved
-
-
-def files_of_all(folder: Path, device: torch.device) -> list[SavedRollouts]:
-    """Load the files of all ranks that wrote a checkpoint; none unless all are there and of one layout."""
-    first = load_rollouts(folder, 0, device)
-    if first is None or "layout" not in first.notes:
-        return []
-    layout = first.notes["layout"]
-    files = [load_rollouts(folder, rank, device) for rank in range(layout[0])]
-    whole = [file for file in files if file is not None and file.notes.get("layout") == layout]
-    return whole if len(whole) == len(files) else []
 
 
 # ---- open groups ----------------------------------------------------------------------------------------------------
@@ -96,7 +89,7 @@ def files_of_all(folder: Path, device: torch.device) -> list[SavedRollouts]:
 
 def dealt_groups(
     parts: Sequence[SavedGroups], was: Layout, now: Layout, rank: int
-) -> SavedGroups | None:
+) -> list[tuple[Group, int | None]] | None:
     """Return the share of a rank in groups of one prompt; `None` if they cannot be dealt evenly.
 
     The oldest groups go to different ranks, because every round takes as many from each. The place of a group counts
@@ -110,41 +103,29 @@ def dealt_groups(
     if len(found) % now.ranks:
         return None
     found.sort(key=lambda entry: entry[:2])
-    groups, indices = [], []
+    share = []
     for _, position, group, index in found[rank :: now.ranks]:
         first = rank * now.rows_of_rank // len(group.prompts)
-        groups.append(replace(group, place=position - first))
-        indices.append(index)
-    return _joined(parts, groups, indices)
+        share.append((replace(group, place=position - first), index))
+    return share
 
 
-def dealt_rounds(parts: Sequence[SavedGroups], was: Layout, now: Layout, rank: int) -> SavedGroups:
+def dealt_rounds(
+    parts: Sequence[SavedGroups], was: Layout, now: Layout, rank: int
+) -> list[tuple[Group, int | None]]:
     """Return the part of a rank of each round that ran ahead; the ranks' parts follow each other in a round."""
-    rows = slice(rank * now.rows_of_rank, (rank + 1) * now.rows_of_rank)
     rounds: dict[int, list[Group]] = {}
     for part in parts:
         for group in part.groups:
             rounds.setdefault(group.number, []).append(group)
-    groups = []
+    share: list[tuple[Group, int | None]] = []
     for _, of_ranks in sorted(rounds.items()):
-        seeds = [seed for group in of_ranks for seed in group.seeds or ()]
-        groups.append(
-            replace(
-                of_ranks[0],
-                prompts=[one for group in of_ranks for one in group.prompts][rows],
-                seeds=seeds[rows] or None,
-                rollouts=[one for group in of_ranks for one in group.rollouts][rows],
-                begun_rows=[one for group in of_ranks for one in group.begun_rows][rows],
-            )
-        )
-    return _joined(parts, groups, [None] * len(groups))
-
-
-def _joined(
-    parts: Sequence[SavedGroups], groups: list[Group], indices: list[int | None]
-) -> SavedGroups:
-    updates = {update: made for part in parts for update, made in part.updates.items()}
-    return SavedGroups(max(part.last_begun for part in parts), updates, groups, indices)
+        own = {}
+        for name in ("prompts", "seeds", "rollouts", "begun_rows"):
+            rows = [row for group in of_ranks for row in getattr(group, name) or ()]
+            own[name] = rows[rank * now.rows_of_rank :][: now.rows_of_rank] or None
+        share.append((replace(of_ranks[0], **own), None))
+    return share
 
 
 # ---- the block ------------------------------------------------------------------------------------------------------
@@ -154,56 +135,40 @@ def dealt_block(
     blocks: Sequence[list[dict]], was: Layout, now: Layout, rank: int
 ) -> list[dict] | None:
     """Return the slices of a rank; `None` if values cannot be told apart by row. An optimizer step keeps its rows."""
-    if not any(blocks):
+    whole = [part for block in blocks for part in block]
+    if not whole:
         return []
+    for part in whole:
+        sizes = {len(value) for value in part.values() if _has_rows(value)}
+        if sizes != {was.rows} or part.keys() != whole[0].keys():
+            return None
     if was.slices % was.accumulation:
         return None
     slices: list[dict] = []
     for first in range(0, was.slices, was.accumulation):
         step = [part for block in blocks for part in block[first : first + was.accumulation]]
-        rows = joined_rows(step, was.rows)
-        if rows is None:
-            return None
         for number in range(now.accumulation):
             start = (rank * now.accumulation + number) * now.rows
-            cut = slice(start, start + now.rows)
-            slices.append(
-                {name: value[cut] if _has_rows(value) else value for name, value in rows.items()}
-            )
+            slices.append(joined_rows(step, slice(start, start + now.rows)))
     return slices
 
 
-def joined_rows(slices: Sequence[dict], num_rows: int) -> dict[str, Any] | None:
-    """Join slices of `num_rows` rows each; tensors are padded to the widest, prompts on the left."""
-    names = slices[0].keys()
-    if any(part.keys() != names for part in slices):
-        return None
-    found: dict[str, Any] = {}
-    for name in names:
-        values = [part[name] for part in slices]
-        if not _has_rows(values[0]):
-            found[name] = values[0]
-        elif any(len(value) != num_rows for value in values):
-            return None
-        elif isinstance(values[0], list):
-            found[name] = [row for value in values for row in value]
+def joined_rows(slices: Sequence[dict], wanted: slice) -> dict[str, Any]:
+    """Join the wanted rows of slices; tensors are padded to the widest, prompts on the left."""
+    found = dict(slices[0])
+    for name, value in found.items():
+        if not _has_rows(value):
+            continue
+        rows = [row for part in slices for row in part[name]][wanted]
+        if isinstance(value, list):
+            found[name] = rows
+        elif value.ndim == 1:
+            found[name] = torch.stack(rows)
         else:
-            found[name] = torch.cat(_same_width(values, on_the_left=name.startswith("prompt")))
+            side = "left" if name.startswith("prompt") else "right"
+            found[name] = pad_sequence(rows, batch_first=True, padding_side=side)
     return found
 
 
 def _has_rows(value: Any) -> bool:
     return isinstance(value, list) or value.ndim > 0
-
-
-def _same_width(tensors: Sequence[torch.Tensor], on_the_left: bool) -> list[torch.Tensor]:
-    if tensors[0].ndim < 2:
-        return list(tensors)
-    width = max(tensor.shape[1] for tensor in tensors)
-    padded = []
-    for tensor in tensors:
-        missing = width - tensor.shape[1]
-        sides = (missing, 0) if on_the_left else (0, missing)
-        # `pad` begins with the last dimension
-        padded.append(pad(tensor, (0, 0) * (tensor.ndim - 2) + sides))
-    return padded

@@ -1,11 +1,11 @@
 """`Resume` continues a stopped run of one trainer as if it had not stopped."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerState
 from transformers import trainer as transformers_trainer
 
 from ..errors import ConfigurationError
@@ -24,9 +24,9 @@ from .checkpoint_files import (
     was_in_flight,
 )
 from .checkpoints import CheckpointLog, micro_steps_done, other_ranks
+from .conversion import Conversion
 from .dealing import load_dealt
 from .open_groups import OpenGroupsFile, check_same_way
-from .other_ranks import Conversion
 from .saved_rollouts import SavedRollouts, load_rollouts, pack_block, save_rollouts, unpack_block
 
 
@@ -46,7 +46,6 @@ class Resume:
         self._in_flight = trainer.host.settings.in_flight
         self._log = CheckpointLog(Path(trainer.args.output_dir), trainer.accelerator)
         self._folder: Path | None = None
-        self._conversion: Conversion | None = None
         # optimizer steps of this launch that trained as many rows as the checkpoint; `None`: as many steps
         self._steps: int | None = None
         self._must_restore = False
@@ -66,8 +65,7 @@ class Resume:
                 first, or cannot be converted for this number of ranks.
         """
         self._log.delete_leftovers()
-        self._conversion = self._steps = None
-        self._must_restore, self.epochs = True, 0
+        self._must_restore, self._steps, self.epochs = True, None, 0
         self._folder = self._resolved(wanted)
         if self._folder is None:
             self._warn_of_replaced()
@@ -98,8 +96,7 @@ class Resume:
 
     def _check(self, folder: Path) -> None:
         check_format(folder)
-        if saved_by := other_ranks(folder, self._accelerator):
-            self._conversion = self._convert(folder, saved_by)
+        self._conversion_of(folder)
         if not has_optimizer(folder) and self._accelerator.is_main_process:
             warn(
                 f"{folder} has no optimizer state (save_only_model): optimizer and schedule begin anew."
@@ -117,9 +114,10 @@ class Resume:
             `ConfigurationError`: if steps have more rows than before, so that new checkpoints get lower numbers.
         """
         metadata, args = read_metadata(folder), self._trainer.args
-        was, now = metadata.get("rows"), self._rows_of_step
+        now = self._rows_of_step
+        was = metadata.get("rows") or now
         self._report_ranks(folder, metadata.get("ranks"))
-        if was in (None, now):
+        if was == now:
             return
         state = read_state(folder)
         done = state["global_step"]
@@ -154,49 +152,53 @@ class Resume:
             + (f"those of the ranks {without}" if without else "none")
         )
 
-    def moved(self, position: tuple[int, int], steps_in_epoch: int) -> tuple[int, int]:
-        """Return transformers' position, in epochs and micro-steps, or that of the same rows if steps differ."""
-        if self._steps is None:
-            return position
-        args = self._trainer.args
-        self._trainer.state.global_step = self._steps
-        epochs, steps = divmod(self._steps, steps_in_epoch)
-        return epochs, 0 if args.ignore_data_skip else steps * args.gradient_accumulation_steps
-
     @property
     def _rows_of_step(self) -> int:
         args = self._trainer.args
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
         return rows * self._accelerator.num_processes
 
-    def _convert(self, folder: Path, saved_by: int) -> Conversion:
-        """Convert a ZeRO checkpoint for this number of ranks. All ranks take part, and wait in a meeting."""
-        accelerator, host = self._accelerator, self._trainer.host
+    def _conversion_of(self, folder: Path) -> Conversion | None:
+        """Return a checkpoint as this number of ranks can load it, or `None` if it is that itself. A collective."""
+        accelerator, agreement = self._accelerator, self._trainer.host.agreement
+        saved_by = other_ranks(folder, accelerator)
+        if saved_by == 0:
+            return None
         output_dir = Path(self._trainer.args.output_dir)
         conversion = Conversion(folder, saved_by, output_dir, accelerator.process_index)
-        with host.phases("convert"):
-            if accelerator.is_main_process:
-                conversion.make()
-            host.agreement.meet()
-            # on a node that does not share the folder of rank 0
-            if accelerator.is_local_main_process:
-                conversion.make()
-            host.agreement.meet()
+        with self._trainer.host.phases("convert"):
+            # then those of nodes that do not share the folder of rank 0
+            for converts in (accelerator.is_main_process, accelerator.is_local_main_process):
+                if converts:
+                    conversion.make()
+                agreement.meet()
         return conversion
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Load the converted checkpoint inside, where transformers would load the one of another number of ranks."""
-        conversion = self._conversion
-        if conversion is None:
-            yield
-            return
-        load = transformers_trainer.deepspeed_load_checkpoint
+        """Load checkpoints inside as those of this launch: their conversion, and at the step of the same rows."""
+        load, load_state = transformers_trainer.deepspeed_load_checkpoint, TrainerState.load_from_json
 
-        def converted(engine: Any, _: str, **keywords: Any) -> None:
+        def load_converted(engine: Any, folder: str, **keywords: Any) -> None:
+            conversion = self._conversion_of(Path(folder))
+            if conversion is None:
+                load(engine, folder, **keywords)
+                return
             conversion.load(engine, load, **keywords)
+            self._trainer.host.agreement.meet()
+            if self._accelerator.is_local_main_process:
+                conversion.delete()
 
-        with replaced(transformers_trainer, "deepspeed_load_checkpoint", converted):
+        def load_moved(path: str) -> TrainerState:
+            state = load_state(path)
+            if self._steps is not None:
+                state.global_step = self._steps
+            return state
+
+        with (
+            replaced(transformers_trainer, "deepspeed_load_checkpoint", load_converted),
+            replaced(TrainerState, "load_from_json", load_moved),
+        ):
             yield
 
     def _check_stream(self, folder: Path) -> None:
@@ -255,12 +257,8 @@ class Resume:
                 trainer.vllm_generation.rounds.drop()
         if self._steps is not None:
             # the schedule that was loaded counts the steps of the checkpoint
-            scheduler = trainer.lr_scheduler
-            scheduler.last_epoch = self._steps - 1
-            with warnings.catch_warnings():
-                # torch expects a step of the optimizer before it
-                warnings.simplefilter("ignore", UserWarning)
-                scheduler.step()
+            scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+            scheduler.step(self._steps)
         if self._folder is not None:
             self._restore(self._folder)
 
@@ -305,10 +303,6 @@ class Resume:
             if not self._trainer.args.save_only_model:
                 save_rollouts(folder, self._accelerator.process_index, self._collect())
             yield folder
-        if self._conversion is not None:
-            if self._accelerator.is_local_main_process:
-                self._conversion.delete()
-            self._conversion = None
 
     @contextmanager
     def rotating(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ are seconds for which every rank then scores; `fill` are the optimizer steps don
 removes their file from the copy; `seed_of_model` draws its first weights, `frozen` are the beginnings of names that
 are not trained; `lora` trains an adapter; `prompts` is the size of the dataset; "{node}" in `output` is the node's
 number.
-Leaves NAME_rank<r>.json, written anew at every log: per optimizer step loss and norm of the gradient, per generation
+Leaves NAME_rank<r>.json, written anew at every log: per optimizer step loss and norm of the gradient, the learning rates, per generation
 round what the reward function saw.
 """
 
@@ -27,6 +27,7 @@ from pathlib import Path
 os.environ.setdefault("RANK", "0")
 os.environ.setdefault("WORLD_SIZE", "1")
 
+import torch
 from common import RANK, Recorder, make_trainer, write_result
 from peft import LoraConfig
 from transformers import TrainerCallback
@@ -35,6 +36,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from multinode_kit.models import tiny_qwen2
 
 folder, jobs_json = sys.argv[1:]
+
+# a rank's device is `cpu:0`, a name at which torch restores no tensors of DDP's and FSDP's optimizers
+torch.serialization.register_package(
+    0, lambda _: None, lambda storage, place: storage if place.startswith("cpu:") else None
+)
 
 
 class Rounds(Recorder):
@@ -90,6 +96,7 @@ class Record(TrainerCallback):
             self.name,
             rounds=self.rounds.rounds,
             steps=steps,
+            rates=[entry["learning_rate"] for entry in state.log_history if "loss" in entry],
             left_over=[
                 thread.name for thread in threading.enumerate() if thread.name == "open-groups"
             ],

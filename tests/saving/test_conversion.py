@@ -10,9 +10,10 @@ from refusals import refused
 from safetensors.torch import save_file
 
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.saving import other_ranks
+from trl_multinode.saving import conversion as module
 from trl_multinode.saving.conversion_process import kept_tensors
-from trl_multinode.saving.other_ranks import Conversion, delete_parts, digest
+from trl_multinode.saving.rotation import delete_leftovers
+from trl_multinode.saving.conversion import Conversion, restore_groups
 
 
 def checkpoint(folder: Path, *ranks: int) -> Path:
@@ -36,18 +37,16 @@ def converted(monkeypatch):
         targets[-1].mkdir()
         return SimpleNamespace(returncode=0, stderr="")
 
-    monkeypatch.setattr(other_ranks.subprocess, "run", run)
+    monkeypatch.setattr(module.subprocess, "run", run)
     return targets
 
 
 def test_a_conversion_has_its_name_only_when_it_is_whole_and_is_made_once(tmp_path, converted):
     conversion = Conversion(checkpoint(tmp_path, 0, 1), 2, tmp_path, 0)
-    assert not conversion.is_made
     conversion.make()
-    assert converted == [tmp_path / "_multinode" / "universal-checkpoint-4.part0" / "global_step4"]
-    assert conversion.is_made and [path.name for path in (tmp_path / "_multinode").iterdir()] == [
-        conversion.folder.name
-    ]
+    (target,) = converted
+    assert target.name == "global_step4" and target.parent != conversion.folder
+    assert [path.name for path in (tmp_path / "_multinode").iterdir()] == [conversion.folder.name]
     conversion.make()
     Conversion(tmp_path / "checkpoint-4", 2, tmp_path, 3).make()
     assert len(converted) == 1
@@ -67,28 +66,28 @@ def test_half_a_conversion_and_that_of_another_checkpoint_are_never_taken(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(other_ranks.subprocess, "run", killed)
+        patch.setattr(module.subprocess, "run", killed)
         with pytest.raises(KeyboardInterrupt):
             conversion.make()
-    assert not conversion.is_made and list((tmp_path / "_multinode").glob("*.part0"))
-    delete_parts(tmp_path)
+    assert not conversion.folder.exists() and list((tmp_path / "_multinode").iterdir())
+    delete_leftovers(tmp_path / "_multinode")
     assert not list((tmp_path / "_multinode").iterdir())
     conversion.make()
     (source / "trainer_state.json").write_text('{"log_history": [{"loss": 0.1}]}')
-    assert not conversion.is_made
-    conversion.make()
-    assert conversion.is_made and len(converted) == 2
+    other = Conversion(source, 2, tmp_path, 0)
+    other.make()
+    assert other.folder != conversion.folder and len(converted) == 2
 
 
 def test_files_of_ranks_that_are_on_other_nodes_are_named(tmp_path, converted):
-    missing = ["global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+    missing = ["zero_pp_rank_1_mp_rank_00_optim_states.pt"]
     with refused("resume_from_checkpoint", "every node", got=missing):
         Conversion(checkpoint(tmp_path, 0, 2), 3, tmp_path, 0).make()
     assert converted == []
 
 
 def test_a_disk_without_room_is_named_before_the_conversion(tmp_path, converted, monkeypatch):
-    monkeypatch.setattr(other_ranks.shutil, "disk_usage", lambda _: SimpleNamespace(free=399))
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=399))
     with refused("output_dir", "as many ranks", got=399, expected=400):
         Conversion(checkpoint(tmp_path, 0, 1), 2, tmp_path, 0).make()
     assert converted == []
@@ -101,7 +100,7 @@ def test_a_conversion_that_fails_is_refused(tmp_path, monkeypatch, how):
             return SimpleNamespace(returncode=1, stderr="Traceback\nKeyError: 'exp_avg'\n")
         raise subprocess.TimeoutExpired(command, timeout)
 
-    monkeypatch.setattr(other_ranks.subprocess, "run", run)
+    monkeypatch.setattr(module.subprocess, "run", run)
     source = checkpoint(tmp_path, 0, 1)
     with pytest.raises(ConfigurationError) as caught:
         Conversion(source, 2, tmp_path, 0).make()
@@ -112,16 +111,16 @@ def test_a_conversion_that_fails_is_refused(tmp_path, monkeypatch, how):
 def test_a_node_that_shares_the_folder_and_is_faster_wins(tmp_path, converted, monkeypatch):
     source = checkpoint(tmp_path, 0, 1)
     slow, fast = Conversion(source, 2, tmp_path, 1), Conversion(source, 2, tmp_path, 0)
-    sync = other_ranks.sync_tree
+    sync = module.sync_tree
 
     def overtaken(folder: Path) -> None:
         sync(folder)
-        if folder.name.endswith(".part1"):
+        if folder.name.endswith("-1"):
             fast.make()
 
-    monkeypatch.setattr(other_ranks, "sync_tree", overtaken)
+    monkeypatch.setattr(module, "sync_tree", overtaken)
     slow.make()
-    assert slow.is_made
+    assert slow.folder.is_dir()
 
 
 class Frozen(torch.nn.Module):
@@ -166,7 +165,7 @@ def test_frozen_parameters_and_buffers_are_read_from_all_ranks(tmp_path):
         "scale": model.scale,
     }
     assert kept.keys() == expected.keys()
-    assert all(digest(kept[name]) == digest(tensor) for name, tensor in expected.items())
+    assert all(kept[name].equal(tensor) for name, tensor in expected.items())
 
 
 def test_with_peft_the_checkpoint_has_no_frozen_parameters_and_zero_2_has_whole_ones(tmp_path):

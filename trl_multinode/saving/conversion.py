@@ -4,7 +4,7 @@
 conversion = Conversion(checkpoint, num_ranks, output_dir, rank)
 conversion.make()               # one process of the run, or one per folder
 conversion.load(engine, load)   # every rank
-conversion.delete()             # after the run's first own checkpoint
+conversion.delete()             # when all ranks have loaded it
 ```
 """
 
@@ -28,12 +28,10 @@ from ..run.values import listed
 from ..weights.names import is_zero3
 from .checkpoint_files import METADATA_FILE, OWN, STATE_FILE, from_its_weights, no_resume
 from .conversion_process import KEPT
-from .rotation import delete, sync_tree
+from .rotation import DELETING, delete, sync_tree
 from .saved_weights import has_adapter
 
 PREFIX = "universal-"
-PART = ".part"
-SOURCE = "converted_from"  # file that says of which checkpoint
 # limit of a conversion, whose disk may be slow: so many seconds, and one for so many bytes
 LEAST_S, BYTES_PER_S = 600, 10 * 2**20
 SHOWN = 5  # names in a message
@@ -58,18 +56,10 @@ class Conversion:
         self._num_ranks = num_ranks
         self._own = output_dir / OWN
         self._rank = rank
-        self.folder = self._own / f"{PREFIX}{source.name}"
-
-    @property
-    def is_made(self) -> bool:
-        """Return whether the copy is whole, and was made of this very checkpoint."""
-        mark = self.folder / SOURCE
-        return mark.is_file() and mark.read_bytes() == self._mark()
-
-    def _mark(self) -> bytes:
-        """Return what no other checkpoint of this name has: digests of its files, and the losses of its run."""
-        files = [self._source / name for name in (METADATA_FILE, STATE_FILE)]
-        return b"".join(path.read_bytes() for path in files if path.is_file())
+        # no other checkpoint has these digests of its files and these losses of its run
+        files = [source / name for name in (METADATA_FILE, STATE_FILE)]
+        content = b"".join(path.read_bytes() for path in files if path.is_file())
+        self.folder = self._own / f"{PREFIX}{blake2b(content, digest_size=8).hexdigest()}"
 
     def make(self) -> None:
         """Convert the checkpoint, unless that was done. The copy gets its name when it is whole.
@@ -78,42 +68,35 @@ class Conversion:
             `ConfigurationError`: if the files of a rank are missing, if the disk has too little space, or if DeepSpeed
                 cannot convert the checkpoint.
         """
-        if self.is_made:
+        if self.folder.is_dir():
             return
         states = self._source / (self._source / "latest").read_text().strip()
         self._check_files(states)
-        size = sum(path.stat().st_size for path in states.rglob("*") if path.is_file())
+        size = sum(path.stat().st_size for path in states.iterdir())
         self._own.mkdir(parents=True, exist_ok=True)
-        self._check_disk(2 * size)  # DeepSpeed cuts all states into pieces before it joins them
-        part = self._own / f"{self.folder.name}{PART}{self._rank}"
-        shutil.rmtree(part, ignore_errors=True)
+        # DeepSpeed cuts all states into pieces before it joins them
+        self._check_disk(2 * size)
+        # the next start deletes what has such a name
+        part = self._own / f"{DELETING}{self.folder.name}-{self._rank}"
         part.mkdir()
         report(f"converting {self._source} for another number of ranks ({size / 2**30:.1f} GiB)")
         self._run(states, part / states.name, LEAST_S + size / BYTES_PER_S)
-        (part / SOURCE).write_bytes(self._mark())
         sync_tree(part)
-        # of another checkpoint with this name
-        if self.folder.is_dir() and not self.is_made:
-            delete([self.folder], self._own)
         try:
             part.rename(self.folder)
         except OSError:
             # a node that shares the folder was faster
-            if not self.is_made:
+            if not self.folder.is_dir():
                 raise
         sync_tree(self.folder)
 
     def _check_files(self, states: Path) -> None:
         """Check that the files of all ranks are in this folder, which several nodes may have written."""
-        missing = []
-        for rank in range(self._num_ranks):
-            name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-            if not any(states.glob(f"*{name}")):
-                missing.append(f"{states.name}/{name}")
-        if missing:
+        names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(self._num_ranks)]
+        if missing := [name for name in names if not any(states.glob(f"*{name}"))]:
             raise ConfigurationError(
                 f"{self._source} was written by {self._num_ranks} ranks and must be converted for another number, but "
-                f"these of its files are not on the node of rank {self._rank}: {listed(missing, SHOWN)}.",
+                f"these files of {states.name} are not on the node of rank {self._rank}: {listed(missing, SHOWN)}.",
                 setting="resume_from_checkpoint",
                 got=missing,
                 rank=self._rank,
@@ -147,9 +130,12 @@ class Conversion:
             if done.returncode == 0:
                 return
             reason = (done.stderr.strip() or f"code {done.returncode}").splitlines()[-1]
-        raise no_resume(
+        raise self._refused(f"another number of ranks wrote it, and DeepSpeed cannot convert it: {reason}")
+
+    def _refused(self, reason: str) -> ConfigurationError:
+        return no_resume(
             self._source,
-            f"{self._source} was written by another number of ranks, and DeepSpeed could not convert it: {reason}.",
+            f"{self._source} cannot be resumed: {reason}.",
             f"Launch as many ranks as before, or {from_its_weights(self._source)}",
         )
 
@@ -181,54 +167,30 @@ class Conversion:
         persistent = module.state_dict().keys()
         expected = {name: one for name, one in module.named_buffers() if name in persistent}
         # PEFT's checkpoints have no frozen parameters: they are those of the base model, as in any resume
+        if not has_adapter(module):
+            parameters = module.named_parameters()
+            expected |= {name: one for name, one in parameters if not one.requires_grad}
         with safe_open(path, framework="pt") as file:
-            saved = set(file.keys())
-            for name, parameter in module.named_parameters():
-                if not parameter.requires_grad and (name in saved or not has_adapter(module)):
-                    expected[name] = parameter
-            if missing := sorted(expected.keys() - saved):
-                raise self._lacks("no values of", missing)
-            differing = []
+            if missing := sorted(expected.keys() - file.keys()):
+                raise self._refused(f"it has no values of {listed(missing, SHOWN)}")
             for name, tensor in expected.items():
-                value = file.get_tensor(name).to(tensor.dtype)
                 with GatheredParameters([tensor], modifier_rank=0, enabled=is_zero3(tensor)):
                     if self._rank == 0 or not is_zero3(tensor):
-                        tensor.copy_(value)
-                with GatheredParameters([tensor], enabled=is_zero3(tensor)):
-                    if digest(tensor) != digest(value):
-                        differing.append(name)
-        if differing:
-            raise self._lacks("other values than the model after the load for", differing)
-
-    def _lacks(self, what: str, names: list[str]) -> ConfigurationError:
-        return no_resume(
-            self._source,
-            f"{self._source} has {what} {len(names)} frozen parameters or buffers: {listed(names, SHOWN)}.",
-            f"Launch as many ranks as before, or {from_its_weights(self._source)}",
-        )
+                        tensor.copy_(file.get_tensor(name))
 
     def delete(self) -> None:
-        """Delete the copy, which the run's own checkpoint replaces."""
-        if self.folder.is_dir():
-            delete([self.folder], self._own)
+        """Delete the copy after the load."""
+        delete([self.folder], self._own)
 
 
 def restore_groups(engine: Any, states: Path) -> None:
     """Restore the hyperparameters of each parameter group: DeepSpeed gives all of them those of the first one."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
     path = states / "zero" / "optimizer_state.pt"
-    saved = torch.load(path, "cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
+    with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum]):
+        saved = torch.load(path, "cpu", mmap=True, weights_only=True)["optimizer_state_dict"]
     own = engine.optimizer.optimizer.param_groups
     for group, values in zip(own, saved["param_groups"], strict=True):
         group.update({name: value for name, value in values.items() if name != "params"})
-
-
-def digest(tensor: torch.Tensor) -> bytes:
-    """Return a digest of the bytes of a tensor."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return blake2b(flat.view(torch.uint8).numpy(), digest_size=16).digest()
-
-
-def delete_parts(output_dir: Path) -> None:
-    """Delete conversions that an earlier run did not finish."""
-    for part in (output_dir / OWN).glob(f"{PREFIX}*{PART}*"):
-        shutil.rmtree(part, ignore_errors=True)
