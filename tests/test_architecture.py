@@ -247,10 +247,16 @@ def test_nothing_is_pickled():
     for module, path in MODULES.items():
         bad = {n for n, _ in imported(module) if n.split(".")[0] in PICKLES}
         bad |= {c for n in ast.walk(tree(module)) if isinstance(n, ast.Call) and (c := ast.unparse(n.func)) in
-                ("torch.load", "torch.save", "eval", "exec")}  # fmt: skip
+                ("torch.load", "torch.save", "eval", "exec") and not makes_tensors_only(n)}  # fmt: skip
         assert not bad, (module, bad)
         if module != "engine.environment":  # which refuses it
             assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in path.read_text(), module
+
+
+def makes_tensors_only(call: ast.Call) -> bool:
+    """`weights_only=True` calls nothing that a file names, but for tensors and listed classes."""
+    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    return ast.unparse(call.func) == "torch.load" and keywords.get("weights_only") == "True"
 
 
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}

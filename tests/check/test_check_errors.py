@@ -262,9 +262,10 @@ ELSEWHERE = {
         "saving/open_groups.py: _row_of",
         "saving/open_groups.py: check_same_way",
         "saving/open_groups.py: restore_from",
-        "saving/conversion.py: _check_disk",
         "saving/conversion.py: _check_files",
+        "saving/conversion.py: make",
         "saving/resume.py: _check_stream",
+        "saving/resume.py: _count_rows",
         "saving/resume.py: _resolved",
     ],
 }

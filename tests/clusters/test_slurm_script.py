@@ -129,6 +129,20 @@ def test_the_job_goes_back_into_the_queue_only_if_slurm_has_stopped_it(
     assert reason is None or (reason in done.stdout and f"code {code}" in done.stdout)
 
 
+def test_a_job_that_may_lose_nodes_says_with_how_many_it_starts_again(run):
+    done, calls = run("--min_nodes", "1", CODE="143", WARN="1", SLURM_JOB_NUM_NODES="1")
+    assert "<--min_nodes><1>" in done.stdout and "with 1 to 2 nodes" in done.stdout
+    assert "#SBATCH --nodes=1-2\n" in Path("job.sbatch").read_text()
+    assert "scontrol requeue 7" in calls and "--ntasks=1 " in calls
+
+
+@pytest.mark.parametrize("flags", [["--min_nodes", "2"], ["--min_nodes", "1", "--ranks", "6,6"]])
+def test_a_job_that_can_lose_no_node_is_refused(flags, capsys, tmp_path):
+    (tmp_path / "train.py").touch()
+    assert main(["render", "slurm", FILE, "--script", f"{tmp_path}/train.py", *flags]) == 2
+    assert "--min_nodes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("end", "refused"), [("1 minute", True), ("2 hours", False), ("N/A", False), ("", False)]
 )

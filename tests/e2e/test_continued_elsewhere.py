@@ -1,12 +1,14 @@
 """A run goes on with another number of ranks: same rows, losses within rounding, on real ZeRO-3 and two nodes."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from waiting import HANG_S
+from waiting import HANG_S, until
 
 from multinode_kit.engines import FAKE
 from multinode_kit.launch_files import DDP, FSDP2, ZERO3
@@ -47,13 +49,15 @@ def seen(folder: Path, name: str, first: int = 0) -> tuple[dict, dict]:
     return {step: found for step, found in rows.items() if step >= first}, steps
 
 
-def same(folder: Path, name: str, whole: str, first: int = STEP, last: int = LAST) -> None:
-    """The rows are the same ones in the same order, losses and norms differ by rounding."""
+def same(
+    folder: Path, name: str, whole: str, first: int = STEP, last: int = LAST, after: int = 0
+) -> None:
+    """The rows are the same ones in the same order, losses and norms differ by rounding since `after` steps."""
     rows, steps = seen(folder, name, first)
     expected_rows, expected_steps = seen(folder, whole, first)
     assert rows == expected_rows
     assert steps.keys() == expected_steps.keys() and max(steps) == last
-    for number, (step, values) in enumerate(sorted(steps.items())):
+    for number, (step, values) in enumerate(sorted(steps.items()), after):
         tolerance = TOLERANCES[min(number, len(TOLERANCES) - 1)]
         assert values == pytest.approx(expected_steps[step], abs=tolerance), step
 
@@ -83,7 +87,9 @@ def test_a_run_of_two_nodes_goes_on_with_one(tmp_path):
         job = {"name": "full", "output": "full", "seed_of_model": 1} | short
         assert launch(nodes, tmp_path, 2, job) == [0, 0], nodes.rank_log(0)[-3000:]
     with Nodes(1, 1, folder=tmp_path / "other", env=ENVIRONMENT, forked=True) as nodes:
-        assert launch(nodes, tmp_path, 1, copy("other", "full", 2, **short)) == [0], nodes.rank_log(0)[-3000:]
+        assert launch(nodes, tmp_path, 1, copy("other", "full", 2, **short)) == [0], nodes.rank_log(
+            0
+        )[-3000:]
     same(tmp_path, "other", "full", 2, 4)
     assert list(tmp_path.rglob("universal-*")) == []
 
@@ -151,7 +157,38 @@ def test_frozen_parameters_are_those_of_the_checkpoint(folder, three):
 
 
 @pytest.fixture(scope="module")
-def two(folder, three):
+def half_converted(folder, whole):
+    """A process that converted a checkpoint was killed; returns the names of what it left."""
+    source, own = folder / "full0" / f"checkpoint-{STEP}", folder / "two0" / "_multinode"
+    code = "import sys; from pathlib import Path; from trl_multinode.saving.conversion import Conversion; "
+    code += "Conversion(Path(sys.argv[1]), 4, Path(sys.argv[2]), 0).make()"
+    process = subprocess.Popen([sys.executable, "-c", code, source, folder / "two0"])
+    until(lambda: any(path.is_file() for path in own.rglob("*")))
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+    # DeepSpeed's processes end with it
+    until(
+        lambda: (
+            not [
+                path
+                for path in Path("/proc").glob("[0-9]*")
+                if str(own).encode() in command_of(path)
+            ]
+        )
+    )
+    return {path.name for path in own.iterdir()}
+
+
+def command_of(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.fixture(scope="module")
+def two(folder, three, half_converted):
     """They go on with 1 node x 2 ranks, a run of three ranks too."""
     with Nodes(1, 2, folder=folder / "two", env=ENVIRONMENT, forked=True) as nodes:
         codes = launch(
@@ -170,7 +207,16 @@ def two(folder, three):
 def test_runs_of_four_and_of_three_ranks_go_on_with_two(folder, two):
     same(folder, "two0", "full0")
     same(folder, "lora2", "lora")
-    same(folder, "again1", "full1", STEP + 1)
+    same(folder, "again1", "full1", STEP + 1, after=1)
+
+
+@pytest.mark.nightly
+@pytest.mark.fault("40")
+def test_a_start_after_a_kill_inside_the_conversion_converts_anew(folder, two, half_converted):
+    """`two0`, whose losses are right, found a part of a conversion."""
+    assert half_converted and not any(name.startswith("universal-") for name in half_converted)
+    left = {path.name for path in (folder / "two0" / "_multinode").iterdir()}
+    assert not left & half_converted
 
 
 @pytest.mark.nightly
@@ -182,6 +228,12 @@ def test_a_run_with_half_the_global_batch_trains_the_other_prompts(folder, two):
     assert set(range(2 * STEP + 1, 2 * LAST + 1)) <= steps.keys()
     prompts = [row[0] for _, of_step in sorted(rows.items()) for row in of_step]
     assert prompts == [row[0] for _, of_step in sorted(expected.items()) for row in of_step]
+    rates, whole_rates = (
+        json.loads((folder / f"{name}_rank0.json").read_text())["rates"]
+        for name in ("half", "full0")
+    )
+    # half as far with each step
+    assert rates[-2 * (LAST - STEP) :: 2] == pytest.approx(whole_rates[STEP:])
 
 
 LAUNCHES = {

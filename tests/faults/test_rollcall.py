@@ -433,6 +433,27 @@ def test_each_node_gives_accelerate_its_own_number(tmp_path, config, launch):
             assert said in one.text, one.text
 
 
+def test_nodes_that_slurm_gave_begin_without_the_one_that_it_did_not(tmp_path, config, launch):
+    """Of three nodes two are here, so the roll-call waits for no third one."""
+    file = yaml.safe_load(open(config).read()) | {"num_machines": 3, "num_processes": 6}
+    open(config, "w").write(yaml.safe_dump(file))
+
+    def node(rank: int) -> int:
+        os.environ |= {
+            "SLURM_NODEID": str(rank),
+            "SLURM_STEP_NUM_NODES": "2",
+            "SLURM_STEP_NODELIST": "elsewhere",
+        }
+        return launch(rank, """printf '<%s>' "$@"; echo""", "--min_nodes", "2")
+
+    with forked(node, 2, tmp_path) as nodes:
+        assert [one.result for one in nodes] == [0, 0], nodes[0].text
+        for rank, one in enumerate(nodes):
+            flags = f"<--machine_rank><{rank}><--num_machines><2><--num_processes><4>"
+            said = f"<launch><--config_file><{config}>{flags}<{tmp_path}/train.py><--a b>"
+            assert one.text.index("2 of 2 nodes here") < one.text.index(said)
+
+
 def test_no_node_launches_after_a_failed_roll_call(tmp_path, launch):
     """Node 1 has a version of its own, which a folder of its path shows."""
     distribution = tmp_path / "other" / "trl-0.9.0.dist-info"

@@ -316,7 +316,7 @@ def test_a_checkpoint_names_its_format_and_one_without_is_taken(tmp_path):
         finish(folder)
     written = json.loads((folder / "multinode.json").read_text())
     assert written == {
-        "format": FORMAT, "trl_multinode": metadata.version("trl-multinode"), "ranks": 2,
+        "format": FORMAT, "trl_multinode": metadata.version("trl-multinode"), "ranks": 2, "rows": 0,
         "files": {"trainer_state.json": None},
     }  # fmt: skip
     check_format(folder)

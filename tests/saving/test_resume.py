@@ -496,9 +496,7 @@ def after_steps(tmp_path, rows: int, epoch: float = 1.5) -> Path:
     [(4, None), (8, 12), (2, 3), (3, 4)],
     ids=["as many", "half", "twice", "a part is trained again"],
 )
-def test_a_resume_with_another_global_batch_goes_on_at_the_same_rows(
-    tmp_path, rows, steps
-):
+def test_a_resume_with_another_global_batch_goes_on_at_the_same_rows(tmp_path, rows, steps):
     """This launch has 2 ranks x 2 rows; the numbers of its steps follow the rows."""
     trainer = trainer_at(6, tmp_path / "second")
     trainer.train_dataset = Dataset.from_dict({"prompt": ["a"]})
@@ -525,11 +523,10 @@ def test_larger_steps_in_the_same_folder_are_refused(tmp_path):
         Resume(trainer_at(6, folder.parent)).choose(str(folder))
 
 
-@pytest.mark.parametrize(("ranks", "without"), [(1, "[0]"), (2, "[1]")])
-def test_random_states_that_begin_anew_are_named(tmp_path, capsys, caplog, ranks, without):
+@pytest.mark.parametrize(("was", "ranks", "without"), [(3, 1, "[0]"), (1, 2, "[0, 1]")])
+def test_random_states_that_begin_anew_are_named(tmp_path, capsys, caplog, was, ranks, without):
     folder = after_steps(tmp_path, 2 * ranks, epoch=0.5)
-    metadata = {"format": 1, "ranks": 3, "rows": 2 * ranks}
+    metadata = {"format": 1, "ranks": was, "rows": 2 * ranks}
     (folder / "multinode.json").write_text(json.dumps(metadata))
-    (folder / "rng_state_0.pth").touch()
     Resume(trainer_at(6, tmp_path, Alone() if ranks == 1 else None)).choose(str(folder))
     assert f"those of the ranks {without}" in caplog.text + capsys.readouterr().out

@@ -197,9 +197,7 @@ def was_in_flight(folder: Path) -> bool:
     return read_metadata(folder).get("format") == FORMAT_IN_FLIGHT
 
 
-def write_metadata(
-    folder: Path, rank: int, ranks: int, in_flight: bool, rows: int
-) -> None:
+def write_metadata(folder: Path, rank: int, ranks: int, in_flight: bool, rows: int) -> None:
     """Write format, version, ranks and rows of a step of this launch; nodes that share the folder write the same."""
     number = FORMAT_IN_FLIGHT if in_flight else FORMAT
     content = {"format": number, "trl_multinode": OWN_VERSION, "ranks": ranks, "rows": rows}

@@ -23,7 +23,6 @@ from safetensors import safe_open
 from ..errors import ConfigurationError
 from ..libraries import replaced
 from ..rollouts.scoring_pool import environment
-from ..run.reporter import report
 from ..run.values import listed
 from ..weights.names import is_zero3
 from .checkpoint_files import METADATA_FILE, OWN, STATE_FILE, from_its_weights, no_resume
@@ -75,11 +74,19 @@ class Conversion:
         size = sum(path.stat().st_size for path in states.iterdir())
         self._own.mkdir(parents=True, exist_ok=True)
         # DeepSpeed cuts all states into pieces before it joins them
-        self._check_disk(2 * size)
+        needed = 2 * size
+        if (free := shutil.disk_usage(self._own).free) < needed:
+            raise ConfigurationError(
+                f"{self._source} must be converted for another number of ranks, which takes {needed} bytes in "
+                f"{self._own}, where {free} are free.",
+                setting="output_dir",
+                got=free,
+                expected=needed,
+                cure="Free some space, use an `output_dir` on another disk, or launch as many ranks as before.",
+            )
         # the next start deletes what has such a name
         part = self._own / f"{DELETING}{self.folder.name}-{self._rank}"
         part.mkdir()
-        report(f"converting {self._source} for another number of ranks ({size / 2**30:.1f} GiB)")
         self._run(states, part / states.name, LEAST_S + size / BYTES_PER_S)
         sync_tree(part)
         try:
@@ -92,7 +99,9 @@ class Conversion:
 
     def _check_files(self, states: Path) -> None:
         """Check that the files of all ranks are in this folder, which several nodes may have written."""
-        names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(self._num_ranks)]
+        names = [
+            f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(self._num_ranks)
+        ]
         if missing := [name for name in names if not any(states.glob(f"*{name}"))]:
             raise ConfigurationError(
                 f"{self._source} was written by {self._num_ranks} ranks and must be converted for another number, but "
@@ -102,18 +111,6 @@ class Conversion:
                 rank=self._rank,
                 cure="Copy the `global_step*` folders of all nodes to every node, or use an `output_dir` that all "
                 f"nodes share, or launch {self._num_ranks} ranks again.",
-            )
-
-    def _check_disk(self, needed: int) -> None:
-        free = shutil.disk_usage(self._own).free
-        if free < needed:
-            raise ConfigurationError(
-                f"{self._source} must be converted for another number of ranks, which takes {needed} bytes in "
-                f"{self._own}, where {free} are free.",
-                setting="output_dir",
-                got=free,
-                expected=needed,
-                cure="Free some space, use an `output_dir` on another disk, or launch as many ranks as before.",
             )
 
     def _run(self, states: Path, target: Path, limit_s: float) -> None:
@@ -130,7 +127,9 @@ class Conversion:
             if done.returncode == 0:
                 return
             reason = (done.stderr.strip() or f"code {done.returncode}").splitlines()[-1]
-        raise self._refused(f"another number of ranks wrote it, and DeepSpeed cannot convert it: {reason}")
+        raise self._refused(
+            f"another number of ranks wrote it, and DeepSpeed cannot convert it: {reason}"
+        )
 
     def _refused(self, reason: str) -> ConfigurationError:
         return no_resume(

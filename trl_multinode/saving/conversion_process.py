@@ -8,7 +8,6 @@ buffers as the model has them, so this process writes those into `KEPT`.
 """
 
 import os
-import re
 import signal
 import sys
 from argparse import Namespace
@@ -21,7 +20,6 @@ from ..wire.process_end import end_with_parent
 
 KEPT = "kept.safetensors"
 WORKERS = 4  # processes of DeepSpeed's converter; each holds the states of one rank
-RANK = re.compile(r"zero_pp_rank_(\d+)_")
 
 
 def convert(states: Path, target: Path) -> None:
@@ -44,7 +42,8 @@ def convert(states: Path, target: Path) -> None:
 
 def kept_tensors(states: Path) -> dict[str, torch.Tensor]:
     """Return buffers and frozen parameters, as far as the checkpoint has them: with PEFT it has no frozen ones."""
-    files = sorted(states.glob("*_model_states.pt"), key=_rank_of)
+    # names differ by the number of the rank
+    files = sorted(states.glob("*_model_states.pt"), key=lambda path: (len(path.name), path.name))
     ranks = [torch.load(path, "cpu", mmap=True, weights_only=True) for path in files]
     first = ranks[0]
     not_kept = {name for group in first["param_shapes"] for name in group}
@@ -60,11 +59,6 @@ def kept_tensors(states: Path) -> dict[str, torch.Tensor]:
         flat = torch.cat([rank["frozen_param_fragments"][name].flatten() for rank in ranks])
         found[name] = flat[: shape.numel()].reshape(shape).clone()
     return found
-
-
-def _rank_of(path: Path) -> int:
-    match = RANK.search(path.name)
-    return int(match[1]) if match else 0
 
 
 def main(owner: str, states: str, target: str) -> None:

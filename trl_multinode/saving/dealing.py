@@ -78,7 +78,9 @@ def load_dealt(
         return None
     newest = max(part.last_begun for part in parts)
     updates = {update: made for part in parts for update, made in part.updates.items()}
-    own = SavedGroups(newest, updates, [group for group, _ in groups], [index for _, index in groups])
+    own = SavedGroups(
+        newest, updates, [group for group, _ in groups], [index for _, index in groups]
+    )
     saved.tensors[NAME] = torch.frombuffer(bytearray(encoded(own)), dtype=torch.uint8)
     saved.notes[NAME] = first.notes[NAME]
     return saved

@@ -145,8 +145,8 @@ class Resume:
         now = self._accelerator.num_processes
         if was in (None, now) or not self._accelerator.is_main_process:
             return
-        names = ["rng_state.pth"] if now == 1 else [f"rng_state_{rank}.pth" for rank in range(now)]
-        without = [rank for rank, name in enumerate(names) if not (folder / name).is_file()]
+        # the file of a single rank has another name
+        without = list(range(0 if 1 in (was, now) else was, now))
         report(
             f"{folder} was written by {was} ranks, this launch has {now}; random states that begin anew: "
             + (f"those of the ranks {without}" if without else "none")
@@ -177,7 +177,10 @@ class Resume:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Load checkpoints inside as those of this launch: their conversion, and at the step of the same rows."""
-        load, load_state = transformers_trainer.deepspeed_load_checkpoint, TrainerState.load_from_json
+        load, load_state = (
+            transformers_trainer.deepspeed_load_checkpoint,
+            TrainerState.load_from_json,
+        )
 
         def load_converted(engine: Any, folder: str, **keywords: Any) -> None:
             conversion = self._conversion_of(Path(folder))

@@ -10,7 +10,14 @@ from .launch import Batch, Engines
 
 DEFAULT_TIMEOUT_S = 600.0  # as long as torchrun waits for the nodes
 SCRIPT_FLAGS = (*fields(Batch), *fields(Engines))
-OWN_FLAGS = ("gpus_per_node", "ranks", "timeout", "level", *(entry.name for entry in SCRIPT_FLAGS))
+OWN_FLAGS = (
+    "gpus_per_node",
+    "ranks",
+    "min_nodes",
+    "timeout",
+    "level",
+    *(entry.name for entry in SCRIPT_FLAGS),
+)
 DESCRIPTIONS = {
     "check": "Report what `accelerate launch` would run on this node, and every problem with its cure. Exit status: "
     "0 without problems, 1 with problems, 2 for an invalid command line.",
@@ -23,8 +30,9 @@ DESCRIPTIONS = {
     "node). Exit status: 0 without errors, 1 with errors, 2 for an invalid command line.",
 }
 USAGES = {
-    "check": "[flags of accelerate launch] [--gpus_per_node N] [--ranks N0,N1,...] [script and its arguments]",
-    "launch": "[--timeout S] [--ranks N0,N1,...] [flags of accelerate launch] SCRIPT [its arguments]",
+    "check": "[flags of accelerate launch] [--gpus_per_node N] [--ranks N0,N1,...] [--min_nodes N] "
+    "[script and its arguments]",
+    "launch": "[--timeout S] [--ranks N0,N1,...] [--min_nodes N] [flags of accelerate launch] SCRIPT [its arguments]",
     "doctor": "[--level static|node|cluster] [--json] [--paste] [flags of accelerate launch] "
     "[script and its arguments]",
 }
@@ -41,6 +49,8 @@ def own_parser(command: str = "check") -> argparse.ArgumentParser:
     parser.add_argument("--gpus_per_node", type=positive, help=gpus)
     ranks = "ranks of each node, node 0 first, as in 7,8,8,8; the same on every node (default: num_processes / nodes)"
     parser.add_argument("--ranks", type=numbers, default=(), help=ranks)
+    fewest = "fewest nodes with which the launch may begin, if the scheduler gives no more (default: all)"
+    parser.add_argument("--min_nodes", type=positive, help=fewest)
     if command == "doctor":
         levels = ("static", "node", "cluster")
         parser.add_argument(
@@ -89,6 +99,8 @@ def parse(argv: list[str], command: str = "check") -> argparse.Namespace:
     options, rest = parser.parse_known_args([argv[0], *flags])
     if command == "doctor" and options.json and options.paste:
         parser.error("--json and --paste are two forms of one report: give one of them")
+    if options.min_nodes and options.ranks:
+        parser.error("--ranks names all nodes, so --min_nodes cannot leave one out")
     if command == "launch" and not script:
         parser.error("give the training script after the flags")
     options.flags, options.script = rest, script

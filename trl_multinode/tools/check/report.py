@@ -11,6 +11,7 @@ from rich.table import Table
 from ..text import count, joined, rich_table
 from .arguments import read_arguments
 from .command_line import OWN_FLAGS, parse
+from .fewer_nodes import fewer_problems
 from .flags import split_at_script
 from .launch import Batch, Engines, Launch, Problem, Script, safely
 from .reading import read_launch
@@ -198,6 +199,8 @@ def main(argv: list[str]) -> int:
         options.engines,
         table=options.ranks,
     )
+    if launch is not None:
+        problems += fewer_problems(launch, options.min_nodes)
     show(launch, problems, options.file)
     return 1 if problems else 0
 

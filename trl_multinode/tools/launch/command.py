@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from ...run.endings.exit_codes import CONFIGURATION
 from ...run.gpu_variables import check_accelerator
 from ...run.versions import local_versions
 from ..check.command_line import parse
+from ..check.fewer_nodes import fewer_problems, words_here
 from ..check.launch import Launch, Problem, problem_of
 from ..check.reading import read_launch
 from ..check.report import check, show
@@ -38,11 +40,17 @@ def main(argv: list[str]) -> int:
     except FlagsError as error:
         say(f"error: {error}")
         return CONFIGURATION
-    words = [*flags, *options.script]
     # the roll-call looks for the owner of the port, and may be that itself
-    launch, problems = check(
-        options.file, words, gpus_per_node=gpus, port=False, table=options.ranks
-    )
+    checked = partial(check, options.file, gpus_per_node=gpus, port=False, table=options.ranks)
+    launch, problems = checked([*flags, *options.script])
+    if launch is not None and options.min_nodes:
+        fewer = list(fewer_problems(launch, options.min_nodes))
+        more, arguments = words_here(launch, options.min_nodes)
+        if more:
+            say(f"begins on fewer nodes: {shlex.join(more + arguments)}")
+            flags, options.script = flags + more, options.script + arguments
+            launch, problems = checked([*flags, *options.script])
+        problems += fewer
     if launch is not None:
         problems += gpu_problems(launch)
     show(launch, problems, options.file)

@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import zip_longest
 from operator import mul
 from pathlib import Path
@@ -177,6 +178,11 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
             "help": "line of your cluster for #SBATCH, as in --sbatch=--partition=h100; may be given several times. "
             "--gres and the like replace --gpus-per-node, --oversubscribe replaces --exclusive",
         },
+        "--min_nodes": {
+            "type": positive,
+            "metavar": "N",
+            "help": "fewest nodes with which the job may begin, as after the loss of one (default: num_machines)",
+        },
         "--srun": {
             "default": "",
             "type": _shell_words,
@@ -290,6 +296,11 @@ def check_options(job: Job, options: argparse.Namespace) -> None:
                 "pods of --engine_nodes pull the weights from ports that a launch of one node opens for itself only "
                 "(got `num_machines` 1, expected 2 or more)"
             )
+        case "slurm" if job.min_nodes and (job.table or job.min_nodes >= job.nodes):
+            raise JobError(
+                f"--min_nodes is less than `num_machines` (got {job.min_nodes}, expected at most {job.nodes - 1}), "
+                "and --ranks names all nodes"
+            )
         case "ssh" if options.hosts and (given := options.hosts.count(",") + 1) != job.nodes:
             raise JobError(
                 f"--hosts names a host per node (got {given}, expected {job.nodes}: `num_machines`)"
@@ -351,6 +362,7 @@ def main(argv: list[str]) -> int:
             options.timeout,
             options.ranks,
         )
+        job = replace(job, min_nodes=getattr(options, "min_nodes", None))
         check_options(job, options)
         check_sbatch(job, sbatch)
         # a pod has its script in the image, a host of ssh in its folder

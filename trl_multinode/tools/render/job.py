@@ -34,6 +34,7 @@ class Job(Layout):
     # training processes of each node, if `--ranks` gives them; `ranks` then is the largest number
     table: tuple[int, ...] = ()
     port: int = DEFAULT_PORT
+    min_nodes: int | None = None  # with which the job may begin
 
     @property
     def launcher_s(self) -> int:
@@ -57,8 +58,10 @@ class Job(Layout):
 
     @property
     def node_flags(self) -> str:
-        """Return the flags for numbers of GPUs and ranks that the config file does not have."""
-        return self.gpus_flag + (f" --ranks {joined(self.table)}" if self.table else "")
+        """Return the flags for numbers of GPUs, ranks and nodes that the config file does not have."""
+        ranks = f" --ranks {joined(self.table)}" if self.table else ""
+        fewest = f" --min_nodes {self.min_nodes}" if self.min_nodes else ""
+        return self.gpus_flag + ranks + fewest
 
     def summary(self) -> str:
         """Describe the nodes, without the last full stop."""
