@@ -40,7 +40,7 @@ from ..wire.messages import (
 from .agent_calls import AgentEndpoint
 from .backend import Backend, CompletionBuffer, Growing, Refused
 from .gate import BusyClock, WeightGate
-from .sessions import Sessions
+from .sessions import AgentSessions
 from .states import EngineStates
 
 HELLO_S = 30.0  # for the first request of a connection
@@ -53,7 +53,7 @@ class EngineServer:
     Attributes:
         leaving (`threading.Event`):
             Set by another thread before it ends this process with a reason of its own.
-        sessions ([`Sessions`]):
+        sessions ([`AgentSessions`]):
             Sessions of agents.
     """
 
@@ -75,7 +75,7 @@ class EngineServer:
         self._states = EngineStates.of(spec)
         self._clock.on_change = self._states.count
         self._kv_use = 0.0  # greatest between the last two updates
-        self.sessions = Sessions(
+        self.sessions = AgentSessions(
             self._rows_unless_it_drains,
             lambda: backend.ready().max_model_len,
             self._stop_if_leaving,
