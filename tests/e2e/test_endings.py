@@ -9,7 +9,6 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -95,7 +94,7 @@ def test_nothing_is_left_and_all_ranks_say_the_same(name, tmp_path, fault_second
         start_training(nodes)
         end(nodes)
         start = time.monotonic()
-        lines = until(lambda: last_lines(nodes, RANKS - silent), lambda: what_they_do(nodes))
+        lines = until(lambda: last_lines(nodes, RANKS - silent), nodes.what_ranks_do)
         assert len(lines) == 1 and re.search(expected, *lines), lines
         for rank in silent:
             # a stopped process waits for torchrun's own SIGKILL
@@ -142,15 +141,6 @@ def last_lines(nodes: Nodes, ranks: set[int]) -> set[str] | None:
             return None
         found.add(lines[-1])
     return found
-
-
-def what_they_do(nodes: Nodes) -> str:
-    """Return the ends of the ranks' logs, with the stacks of the threads of live ranks."""
-    for rank in RANKS:
-        with suppress(ProcessLookupError):
-            os.kill(nodes.rank_pid(rank), signal.SIGUSR1)
-    time.sleep(1.0)  # the test has failed already
-    return "\n".join(f"rank {rank}: {nodes.rank_log(rank)[-6000:]}" for rank in RANKS)
 
 
 def left_files(nodes: Nodes) -> list[str]:

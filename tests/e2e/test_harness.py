@@ -24,7 +24,7 @@ ROUND = {
 JOBS = {
     "sync": {
         "prompts": 12, "num_train_epochs": 1, "evaluates": True, "per_device_eval_batch_size": 4, "beta": 0.1,
-        "loss_type": "dapo", **ROUND,
+        "loss_type": "dapo", "rehearse_longest": True, **ROUND,
     },
     "ahead": {
         "prompts": 12, "num_train_epochs": 1, "max_staleness": 1, "loss_type": "grpo", "num_iterations": 2,
@@ -65,6 +65,10 @@ def folder(tmp_path_factory) -> Path:
         codes = nodes.wait(timeout_s=HANG_S)
         assert codes == [0, 0], nodes.rank_log(0)[-6000:]
     return folder
+
+
+def test_a_rehearsal_has_a_row_that_fills_the_context(folder):
+    assert [rank["rehearsed"] for rank in results(folder, "sync")] == [[[1, 511]]] * 2
 
 
 def results(folder: Path, name: str, world: int = 2) -> list[dict]:

@@ -8,6 +8,7 @@ needs; and the libraries are not destroyed at the end.
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib.util
 import os
@@ -28,6 +29,7 @@ from typing import Any, NoReturn
 
 from trl_multinode.run.watch import early
 
+from .launch_files import STACKS
 from .namespaces import enter_node
 from .thread_safe_fork import fork_without_held_locks
 
@@ -152,6 +154,7 @@ def fork_rank(
                 number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             )
         signal.pthread_sigmask(signal.SIG_UNBLOCK, LAUNCHERS_SIGNALS)
+        faulthandler.register(STACKS)
         run_script(script, arguments)
 
     # A signal between the fork and the new handlers would run those of the launcher

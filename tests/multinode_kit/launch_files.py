@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 
 import yaml
 
+# that ranks register with `faulthandler`; SIGUSR1 is a notice of a scheduler
+STACKS = signal.SIGUSR2
 MARKER_VARIABLE = "TRL_MULTINODE_TEST_MARKER"
 CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"  # vLLM's name for cores of its workers on a CPU
 

@@ -2,12 +2,16 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
+import psutil
+
 from .forking import ForkedProcess
-from .launch_files import MARKER_VARIABLE, NodesSpec
+from .launch_files import MARKER_VARIABLE, STACKS, NodesSpec
 from .namespaces import SHARED_MEMORY, Namespaces
 
 TAIL_LINES = 15
@@ -50,6 +54,25 @@ class LaunchedNodes:
         """Return the ends of all logs of the last launch, for an error message."""
         logs = sorted(self._log_folder.glob("*.log"))
         return "\n".join(f"--- end of {log}\n{_tail(_read(log))}" for log in logs)
+
+    def what_ranks_do(self) -> str:
+        """
+        Return state and CPU time of the live ranks, and the ends of all logs, for an error message.
+
+        Ranks that handle `STACKS` write the stacks of their threads into their logs first. `faulthandler` needs no
+        interpreter lock for them, so they come from a rank, too, whose native code holds it.
+        """
+        lines = []
+        for rank in range(self.spec.num_ranks):
+            # it has ended, or ends meanwhile
+            with contextlib.suppress(ProcessLookupError, psutil.Error):
+                process = psutil.Process(self.rank_pid(rank))
+                seconds = process.cpu_times().user
+                lines.append(f"{self._where(rank)}: {process.status()}, {seconds:.1f} s of CPU")
+                if handles(process.pid, STACKS):
+                    process.send_signal(STACKS)
+        time.sleep(1.0)  # the test has failed already
+        return "\n".join([*lines, self.tails()])
 
     def rank_pid(self, rank: int) -> int:
         """
@@ -151,6 +174,12 @@ class LaunchedNodes:
         return pids
 
 
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process has a handler for a signal."""
+    caught = re.search(r"^SigCgt:\s*(\w+)$", _read(Path(f"/proc/{pid}/status")), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
 def _environment(pid: int) -> list[bytes]:
     """Return the variables that a live process was started with; empty for a zombie or an unreadable process."""
     try:
@@ -164,4 +193,7 @@ def _read(file: Path) -> str:
 
 
 def _tail(text: str) -> str:
-    return "\n".join(text.splitlines()[-TAIL_LINES:])
+    lines = text.splitlines()
+    # stacks are longer than the end that matters without them
+    stacks = next((n for n, line in enumerate(lines) if "hread 0x" in line), len(lines))
+    return "\n".join(lines[min(stacks, max(0, len(lines) - TAIL_LINES)) :])

@@ -330,7 +330,8 @@ class Nodes(LaunchedNodes):
             now = time.monotonic()
             if now - start > timeout_s:
                 raise TimeoutError(
-                    f"Waited {timeout_s:.0f} s for {what}; {self._still_running()}\n{self.tails()}"
+                    f"Waited {timeout_s:.0f} s for {what}; {self._still_running()}\n"
+                    f"{self.what_ranks_do()}"
                 )
             if now - reported > PROGRESS_EVERY_S:
                 last = (self.rank_log(0).rstrip().splitlines() or ["nothing printed yet"])[-1]

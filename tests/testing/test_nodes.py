@@ -62,3 +62,22 @@ def test_nodes_in_namespaces_share_nothing_but_the_link(tmp_path, script):
         assert any(entry.startswith(name) for entry in os.listdir("/run/netns"))
     assert not any(folder.exists() for folder in left)
     assert not any(entry.startswith(name) for entry in os.listdir("/run/netns"))
+
+
+HOLDS_THE_LOCK = """
+import ctypes, os
+
+print("ready", flush=True)
+if os.environ["RANK"] == "1":
+    ctypes.PyDLL(None).sleep(600)  # it holds the interpreter lock
+"""
+
+
+@pytest.mark.two_node
+def test_a_rank_that_hangs_in_native_code_prints_its_stacks(tmp_path, script):
+    with Nodes(2, 1, folder=tmp_path, forked=True) as nodes:
+        nodes.launch(script(HOLDS_THE_LOCK))
+        nodes.wait_for(1, "ready", HANG_S)
+        text = nodes.what_ranks_do()
+        assert "rank 1 (node 1): sleeping" in text
+        assert 'script.py", line 6 in <module>' in text

@@ -3,16 +3,16 @@
 import asyncio
 import json
 import socket
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..wire.messages import Endpoint, ErrorName, OpenSession, Serving
 from .backend import Backend, Refused
-from .sessions import CALL, AgentCall, Session, Sessions, why_forks
+from .sessions import CALL, AgentCall, AgentSession, AgentSessions, why_forks
 
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
-Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 CHAT = "/v1/chat/completions"
 ROUTES = {CHAT: "POST", "/v1/completions": "POST", "/v1/models": "GET"}
@@ -81,18 +81,7 @@ def checked_body(raw: bytes, is_chat: bool, model: str) -> tuple[dict[str, Any],
         body = None
     if not isinstance(body, dict):
         raise CallError(400, "the body must be a JSON object")
-    passed = {}
-    overridden = set()
-    for key, value in body.items():
-        if value is None or key in IGNORED or value in NEUTRAL.get(key, ()):
-            continue
-        if key in OVERRIDDEN:
-            overridden.add(key)
-        elif key in PASSED:
-            passed[key] = value
-        else:
-            reason = "the trainer samples from the model as it is, one completion a call"
-            raise CallError(400, f"this endpoint does not serve {key}: {reason}", key)
+    passed, overridden = settings_of(body)
     if passed.get("tool_choice", "auto") not in ("auto", "none"):
         raise CallError(400, "tool_choice must be auto or none", "tool_choice")
     for key in ("logprobs", "top_logprobs"):
@@ -106,6 +95,23 @@ def checked_body(raw: bytes, is_chat: bool, model: str) -> tuple[dict[str, Any],
     else:
         check_prompt(passed.get("prompt"))
     return passed | {"model": model}, overridden
+
+
+def settings_of(body: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Return the settings of a call that pass, and the names of those that the trainer's replace; refuse others."""
+    passed = {}
+    overridden = set()
+    for key, value in body.items():
+        if value is None or key in IGNORED or value in NEUTRAL.get(key, ()):
+            continue
+        if key in OVERRIDDEN:
+            overridden.add(key)
+        elif key in PASSED:
+            passed[key] = value
+        else:
+            reason = "the trainer samples from the model as it is, one completion a call"
+            raise CallError(400, f"this endpoint does not serve {key}: {reason}", key)
+    return passed, overridden
 
 
 def check_messages(messages: Any) -> None:
@@ -133,10 +139,10 @@ class Reply:
     It is held back until its first bytes, so that an error of the generation becomes one of HTTP.
 
     Args:
-        session ([`Session`], *optional*):
-                Session that counts refusals.
-        send (`Callable`):
-            ASGI's function.
+        session ([`AgentSession`], *optional*):
+            Session that counts refusals.
+        receive (`Callable`), send (`Callable`):
+            ASGI's functions.
 
     Attributes:
         call ([`AgentCall`], *optional*):
@@ -145,9 +151,10 @@ class Reply:
             The agent has left, or its session has ended, before the app was done.
     """
 
-    def __init__(self, session: Session | None, send: Send):
+    def __init__(self, session: AgentSession | None, receive: Receive, send: Send):
         self.call: AgentCall | None = None
         self.was_cut = False
+        self.receive = receive
         self._session = session
         self._send = send
         self._start: Mapping[str, Any] | None = None  # held back
@@ -159,109 +166,89 @@ class Reply:
         if message["type"] == "http.response.start":
             self._start = message
             return
+        call = self.call
         if self._start is not None:
-            if self.call is not None and self.call.error is not None:
+            if call is not None and call.error is not None:
                 return  # `fail` sends it
             if 400 <= self._start["status"] < 500 and self._session is not None:
                 self._session.num_refused += 1
             self._has_started = True
             await self._send(self._start)
             self._start = None
-        if not self._has_started:
-            return
-        if self.call is not None and "messages" in self.call.body:
-            self._message.add(message.get("body", b""))
-            if self._message.is_whole and self.call.made is not None:
-                self.call.session.remember(self.call.body, self._message.found, self.call.made)
-                self._message.is_whole = False  # once
+        if call is not None and "messages" in call.body:
+            found = self._message.add(message.get("body", b""))
+            if found is not None and call.made is not None:
+                call.session.remember(call.body, found, call.made)
         await self._send(message)
 
     async def fail(self, error: CallError) -> None:
         """Send an error, unless the response has begun; OpenAI's clients do not repeat such a call."""
+        from starlette.responses import JSONResponse
+
         if self._has_started:
             return
-        self._has_started = True
-        if error.status < 500 and self._session is not None:
-            self._session.num_refused += 1
         text = {
             "message": str(error),
             "type": "invalid_request_error" if error.status < 500 else "server_error",
             "param": error.param,
             "code": error.status,
         }
-        body = json.dumps({"error": text}).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"x-should-retry", b"false"),
-        ]
-        start = {"type": "http.response.start", "status": error.status, "headers": headers}
-        await self._send(start)
-        await self._send({"type": "http.response.body", "body": body})
+        self.call = None  # which would hold the response back
+        response = JSONResponse({"error": text}, error.status, {"x-should-retry": "false"})
+        await response({"type": "http"}, self.receive, self.send)
 
 
 class ReplyMessage:
-    """Message of a chat completion, read from the bytes of the response.
-
-    Attributes:
-        found (`dict`):
-            The message as far as it was sent.
-        is_whole (`bool`):
-            Nothing of it follows.
-    """
+    """Message of a chat completion, read from the bytes of the response."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
-        self.is_whole = False
         self._bytes = b""
+        self._stream: Any = None
 
-    def add(self, data: bytes) -> None:
-        """Read further bytes of the response: a JSON object, or events that each have one."""
+    def add(self, data: bytes) -> dict[str, Any] | None:
+        """Read further bytes of the response, a JSON object or events that each have one; return a whole message."""
         self._bytes += data
-        if not self._bytes.startswith((b"data:", b":")):
-            with suppress(ValueError, LookupError):  # incomplete, or an error
-                self.found = json.loads(self._bytes)["choices"][0]["message"]
-                self.is_whole = True
-            return
+        if self._bytes.startswith((b"data:", b":")):
+            return self._add_events()
+        with suppress(ValueError, LookupError):  # incomplete, or an error
+            return json.loads(self._bytes)["choices"][0]["message"]
+        return None
+
+    def _add_events(self) -> dict[str, Any] | None:
+        from openai.lib.streaming.chat import ChatCompletionStreamState
+        from openai.types.chat import ChatCompletionChunk
+
+        self._stream = self._stream or ChatCompletionStreamState()
         *events, self._bytes = self._bytes.split(b"\n\n")
         for event in events:
-            with suppress(ValueError, LookupError):  # the end, or the number of tokens
-                choice = json.loads(event.removeprefix(b"data:"))["choices"][0]
-                self._add_delta(choice["delta"])
-                self.is_whole = choice.get("finish_reason") is not None
-
-    def _add_delta(self, delta: dict[str, Any]) -> None:
-        self.found["content"] += delta.get("content") or ""
-        calls = self.found["tool_calls"]
-        for part in delta.get("tool_calls") or ():
-            if part["index"] >= len(calls):
-                calls.append({"function": {"arguments": ""}})
-            call = calls[part["index"]]
-            function = part.get("function") or {}
-            call["id"] = part.get("id") or call.get("id")
-            call["function"]["name"] = function.get("name") or call["function"].get("name")
-            call["function"]["arguments"] += function.get("arguments") or ""
+            with suppress(ValueError):  # the end of the stream, or a comment
+                chunk = ChatCompletionChunk.model_validate_json(event.removeprefix(b"data:"))
+                self._stream.handle_chunk(chunk)
+                choice = self._stream.current_completion_snapshot.choices[0]
+                if choice.finish_reason is not None:
+                    return choice.message.to_dict()
+        return None
 
 
 class AgentCalls:
     """ASGI application in front of the backend's: it maps keys to sessions, and checks what a call asks for.
 
     Args:
-        sessions ([`Sessions`]):
+        sessions ([`AgentSessions`]):
             Sessions with their app.
     """
 
-    def __init__(self, sessions: Sessions):
+    def __init__(self, sessions: AgentSessions):
         self._sessions = sessions
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         key = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
         session = self._sessions.find(key.removeprefix("Bearer "))
-        reply = Reply(session, send)
+        reply = Reply(session, receive, send)
         if session is None:
             await reply.fail(CallError(401, "the API key is not that of an open session"))
             return
-        work = asyncio.create_task(self._answer(session, scope, receive, reply))
+        work = asyncio.create_task(self._answer(session, scope, reply))
         session.under_way.add(work)
         try:
             await asyncio.wait({work})
@@ -278,29 +265,27 @@ class AgentCalls:
             work.cancel()
             session.under_way.discard(work)
 
-    async def _answer(
-        self, session: Session, scope: Mapping[str, Any], receive: Receive, reply: Reply
-    ) -> None:
+    async def _answer(self, session: AgentSession, scope: Mapping[str, Any], reply: Reply) -> None:
         path = scope["path"]
         if path not in ROUTES:
             raise CallError(404, f"this endpoint serves {', '.join(ROUTES)}")
         if scope["method"] != ROUTES[path]:
             raise CallError(405, f"{path} wants {ROUTES[path]}")
         if scope["method"] == "GET":
-            await self._run_app(scope, b"", receive, reply)
+            await self._run_app(scope, b"", reply)
             return
         if session.num_begun >= session.opened.max_calls:
             # not 429, after which many clients would try again for minutes
             raise CallError(403, f"the session has made its {session.num_begun} calls")
         session.num_begun += 1
         body, overridden = checked_body(
-            await read_body(receive), path == CHAT, self._sessions.app.model
+            await read_body(reply.receive), path == CHAT, self._sessions.app.model
         )
         session.overridden |= overridden
         reply.call = call = AgentCall(session, body, self._sessions)
         CALL.set(call)
         try:
-            await self._run_app(scope, json.dumps(body).encode(), receive, reply)
+            await self._run_app(scope, json.dumps(body).encode(), reply)
         except Exception:
             if call.error is None:  # else the app only passes it on
                 raise
@@ -311,18 +296,15 @@ class AgentCalls:
         if call.error is not None:
             raise CallError(STATUS.get(call.error.error, 500), str(call.error))
 
-    async def _run_app(
-        self, scope: Mapping[str, Any], body: bytes, receive: Receive, reply: Reply
-    ) -> None:
+    async def _run_app(self, scope: Mapping[str, Any], body: bytes, reply: Reply) -> None:
         """Let the app answer; end it if the agent disconnects."""
         # vLLM reads headers for priorities, ids and traces, which are none of an agent's business
         headers = [(b"content-type", b"application/json")]
         inner = {**scope, "headers": headers, "query_string": b""}
         bodies = [{"type": "http.request", "body": body, "more_body": False}]
+        gone = asyncio.create_task(disconnected(reply.receive))
 
-        gone = asyncio.create_task(disconnected(receive))
-
-        async def receive_once() -> Mapping[str, Any]:
+        async def receive_once() -> MutableMapping[str, Any]:
             if bodies:
                 return bodies.pop()
             await asyncio.wait({gone})
@@ -363,13 +345,13 @@ class AgentEndpoint:
     """HTTP server of an engine for agents; it listens from the first session on.
 
     Args:
-        sessions ([`Sessions`]):
+        sessions ([`AgentSessions`]):
             Sessions that it serves.
         backend ([`Backend`]):
             Backend that has the app.
     """
 
-    def __init__(self, sessions: Sessions, backend: Backend):
+    def __init__(self, sessions: AgentSessions, backend: Backend):
         self._sessions = sessions
         self._backend = backend
         self._starting = asyncio.Lock()

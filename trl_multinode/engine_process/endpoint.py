@@ -94,12 +94,16 @@ def _build(llm: Any, serving: Serving) -> tuple[Any, Any, Any]:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.entrypoints.launchers.launcher import validate_api_server_args
     except ImportError:  # vLLM 0.26
-        from vllm.entrypoints.openai.api_server import build_app, init_app_state
+        from vllm.entrypoints.openai.api_server import (
+            build_app,
+            init_app_state,
+            validate_api_server_args,
+        )
         from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    check_parsers(serving)
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     args.model = llm.model_config.model
     args.served_model_name = [MODEL]
@@ -111,24 +115,11 @@ def _build(llm: Any, serving: Serving) -> tuple[Any, Any, Any]:
     args.disable_log_stats = True
     args.disable_fastapi_docs = True
     args.allowed_origins = []
+    try:
+        validate_api_server_args(args)
+    except KeyError as error:  # it has no such parser, and names those that it has
+        raise Refused("EngineRefusedError", f"vLLM: {error.args[0]}") from error
     return build_app(args, ("generate",), llm.model_config), args, init_app_state
-
-
-def check_parsers(serving: Serving) -> None:
-    """Raise `Refused` if vLLM does not have a parser."""
-    from vllm.reasoning import ReasoningParserManager
-    from vllm.tool_parsers import ToolParserManager
-
-    known = {
-        "tool_call_parser": (serving.tool_call_parser, ToolParserManager),
-        "reasoning_parser": (serving.reasoning_parser, ReasoningParserManager),
-    }
-    for setting, (name, manager) in known.items():
-        names = sorted(manager.list_registered())
-        if name is not None and name not in names:
-            raise Refused(
-                "EngineRefusedError", f"vLLM has no {setting} {name!r}; it has {', '.join(names)}"
-            )
 
 
 def end_tokens(llm: Any) -> frozenset[int]:

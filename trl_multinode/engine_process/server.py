@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-import msgspec
+from msgspec.structs import replace
 
 from ..wire.connection import frame, read_hello, read_request
 from ..wire.messages import (
@@ -40,7 +40,7 @@ from ..wire.messages import (
 from .agent_calls import AgentEndpoint
 from .backend import Backend, CompletionBuffer, Growing, Refused
 from .gate import BusyClock, WeightGate
-from .sessions import Sessions
+from .sessions import AgentSessions
 from .states import EngineStates
 
 HELLO_S = 30.0  # for the first request of a connection
@@ -53,7 +53,7 @@ class EngineServer:
     Attributes:
         leaving (`threading.Event`):
             Set by another thread before it ends this process with a reason of its own.
-        sessions ([`Sessions`]):
+        sessions ([`AgentSessions`]):
             Sessions of agents.
     """
 
@@ -75,7 +75,7 @@ class EngineServer:
         self._states = EngineStates.of(spec)
         self._clock.on_change = self._states.count
         self._kv_use = 0.0  # greatest between the last two updates
-        self.sessions = Sessions(
+        self.sessions = AgentSessions(
             self._rows_unless_it_drains,
             lambda: backend.ready().max_model_len,
             self._stop_if_leaving,
@@ -155,16 +155,15 @@ class EngineServer:
     async def _answer(
         self, request: Request, writer: asyncio.StreamWriter, growing: Growing | None = None
     ) -> None:
-        failure = partial(Failure, request_id=request.request_id)
         try:
             reply = await self._serve_one(request, writer, growing or Growing())
         except Refused as refused:
-            reply = failure(message=str(refused), error=refused.error)
+            reply = Failure(message=str(refused), error=refused.error)
         # vLLM's own errors must reach the ranks before this process ends
         except Exception as error:
             await self._stop_if_leaving()
             name = type(error).__name__
-            reply = failure(
+            reply = Failure(
                 message=f"{name}: {error}".strip(),
                 # vLLM's class
                 error="EngineDiedError" if name == "EngineDeadError" else "EngineError",
@@ -173,7 +172,7 @@ class EngineServer:
             # a waiting request may be answered before the sender's, so both carry the reason
             await self._fail_update(request, reply.message)
         with suppress(ConnectionError):  # the rank has left
-            writer.write(frame(reply))
+            writer.write(frame(replace(reply, request_id=request.request_id)))
             await writer.drain()
         if isinstance(request, Shutdown):
             self._closing.set()
@@ -206,20 +205,15 @@ class EngineServer:
     ) -> Message:
         match request:
             case Hello():
-                ready = self._backend.ready()
-                return msgspec.structs.replace(
-                    ready, request_id=request.request_id, start=self._spec.start
-                )
+                return replace(self._backend.ready(), start=self._spec.start)
             case Generate():
                 return await self._rows_unless_it_drains(request, growing)
             case Score():
                 return await self._rows(request, growing)
             case OpenSession():
-                endpoint = await self._endpoint.open(request, writer)
-                return msgspec.structs.replace(endpoint, request_id=request.request_id)
+                return await self._endpoint.open(request, writer)
             case CloseSession():
-                calls = await self.sessions.close(request)
-                return msgspec.structs.replace(calls, request_id=request.request_id)
+                return await self.sessions.close(request)
             case Drain():
                 self._drains = True
             case Await():
@@ -231,7 +225,6 @@ class EngineServer:
             case UpdateWeights():
                 await self._apply(request)
         return Done(
-            request_id=request.request_id,
             version=self._weights.version,
             times=self._clock.read(),
             kv_use=self._kv_use,
@@ -298,9 +291,7 @@ class EngineServer:
         finally:
             self._generating.discard(task)
             await self._weights.release(scores)
-        return Completions(
-            request_id=request.request_id, rows=tuple(row.packed(first) for row in rows)
-        )
+        return Completions(rows=tuple(row.packed(first) for row in rows))
 
     async def _made(
         self, request: Generate | Score, growing: Growing

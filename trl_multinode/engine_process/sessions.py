@@ -31,7 +31,7 @@ MOST_AFTER = 16  # tokens of a template from the end of a reply on; further ahea
 CALL: ContextVar["AgentCall"] = ContextVar("call")  # the call that the app answers in this task
 
 
-class Session:
+class AgentSession:
     """Session of one agent: its limits, and the record of its calls.
 
     Args:
@@ -90,11 +90,11 @@ class AgentCall:
     """One call of an agent that the app answers.
 
     Args:
-        session ([`Session`]):
+        session ([`AgentSession`]):
             Session of the call.
         body (`Mapping`):
             Checked body of the request.
-        sessions ([`Sessions`]):
+        sessions ([`AgentSessions`]):
             Sessions of the engine.
 
     Attributes:
@@ -104,7 +104,7 @@ class AgentCall:
             The record of the call, once its completion is whole.
     """
 
-    def __init__(self, session: Session, body: Mapping[str, Any], sessions: "Sessions"):
+    def __init__(self, session: AgentSession, body: Mapping[str, Any], sessions: "AgentSessions"):
         self.session = session
         self.body = body
         self.error: Refused | None = None
@@ -212,7 +212,7 @@ class AgentCall:
             await asyncio.wait({self._task})
 
 
-class Sessions:
+class AgentSessions:
     """Sessions of an engine by their keys.
 
     Args:
@@ -239,9 +239,9 @@ class Sessions:
         self.rows = rows
         self.context = context
         self.settle = settle
-        self._by_key: dict[str, Session] = {}
+        self._by_key: dict[str, AgentSession] = {}
 
-    def find(self, key: str) -> Session | None:
+    def find(self, key: str) -> AgentSession | None:
         """Return the open session with this key, if there is one."""
         return self._by_key.get(key)
 
@@ -249,7 +249,7 @@ class Sessions:
         """Serve an agent from now on; raise `Refused` if the key is in use."""
         if request.key in self._by_key:
             raise Refused("EngineRefusedError", "a session with this key is open")
-        self._by_key[request.key] = Session(request, owner)
+        self._by_key[request.key] = AgentSession(request, owner)
 
     async def close(self, request: CloseSession) -> Calls:
         """Close a session and return its record; raise `Refused` if it is not open."""

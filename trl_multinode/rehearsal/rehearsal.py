@@ -52,7 +52,9 @@ class Rehearsal(TrainerCallback):
         trainer, start = self._trainer, time.monotonic()
         limit = row_limit(trainer)
         longest = longest_prompt(trainer)
-        prompt, completion = longest_row(longest, trainer.max_completion_length, limit)
+        # a session's row holds all of its calls
+        most = None if trainer._has_sessions else trainer.max_completion_length
+        prompt, completion = longest_row(longest, most, limit)
         rows = training_rows(trainer, prompt, completion)
         source = (
             "is unknown, so rows fill the limit" if longest is None else f"has {longest} tokens"

@@ -2,11 +2,11 @@
 
 import faulthandler
 import os
-import signal
 import sys
 
 from common import RANK, make_trainer
 
+from multinode_kit.launch_files import STACKS
 from multinode_kit.models import tiny_qwen2
 
 folder, failing = sys.argv[1], [int(rank) for rank in sys.argv[2:]]
@@ -25,7 +25,7 @@ def reward(completions, **_):
 
 os.environ["TQDM_DISABLE"] = "1"
 faulthandler.enable()
-faulthandler.register(signal.SIGUSR1)  # the test asks a silent rank for its stacks
+faulthandler.register(STACKS)  # of which the test asks a silent rank
 prompts = [f"{i} + {i + 1} =" for i in range(64)]
 trainer = make_trainer(
     tiny_qwen2(), reward, folder, prompts, per_device_train_batch_size=4, learning_rate=1e-3, max_steps=100_000,

@@ -94,12 +94,14 @@ def recorded_sessions(found: list) -> None:
     Sessions.run = kept
 
 
-def recorded_rows(trainer, found: list) -> None:
-    """Keep every row of every loss, as the model gets it."""
+def recorded_rows(trainer, found: list, rehearsed: list) -> None:
+    """Keep every row of every loss, as the model gets it, and the shapes of completions in a rehearsal."""
     compute_loss = trainer.compute_loss
 
     def kept(model, inputs, *args, **kwargs):
-        if torch.is_grad_enabled():
+        if "tool_mask" not in inputs:
+            rehearsed.append(inputs["completion_ids"].shape)
+        elif torch.is_grad_enabled():
             for index in range(len(inputs["prompt_ids"])):
                 prompt = inputs["prompt_ids"][index][inputs["prompt_mask"][index].bool()]
                 real = inputs["completion_mask"][index].bool()
@@ -161,6 +163,7 @@ def run(
 
     sessions: list[dict] = []
     trained: list[dict] = []
+    rehearsed: list[tuple] = []
     recorded_sessions(sessions)
     trainer = make_trainer(
         f"{folder}/model", reward, f"{folder}/{settings.pop('output', name)}", [],
@@ -171,13 +174,13 @@ def run(
     )  # fmt: skip
     agent.trainer = trainer
     trainer.add_callback(Stop(stop))
-    recorded_rows(trainer, trained)
+    recorded_rows(trainer, trained, rehearsed)
     print(f"JOB {name} on rank {RANK}", flush=True)
     trainer.train(resume_from_checkpoint=resume)
     evaluation = trainer.evaluate() if evaluates else None
     write_result(
         folder, name, sessions=sessions, trained=trained, log=trainer.state.log_history,
-        evaluation=evaluation, texts=texts, restarts=trainer.host.updates.num_restarts,
+        evaluation=evaluation, texts=texts, rehearsed=rehearsed, restarts=trainer.host.updates.num_restarts,
     )  # fmt: skip
     trainer.close()
 
