@@ -1,19 +1,22 @@
 """Conversion of a checkpoint for another number of ranks; `e2e/test_continued_elsewhere.py` trains with it."""
 
+import pickle
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from refusals import refused
 from safetensors.torch import save_file
 
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.saving import conversion as module
+from trl_multinode.saving.conversion import Conversion, restore_groups
 from trl_multinode.saving.conversion_process import kept_tensors
 from trl_multinode.saving.rotation import delete_leftovers
-from trl_multinode.saving.conversion import Conversion, restore_groups
 
 
 def checkpoint(folder: Path, *ranks: int) -> Path:
@@ -197,3 +200,36 @@ def test_the_model_gets_what_the_converted_checkpoint_keeps_and_a_lack_is_named(
     conversion._restore_kept(model, tmp_path / "kept.safetensors")
     for name, tensor in saved.items():
         assert model.state_dict()[name].equal(tensor)
+
+
+class OwnClass:
+    """No class of DeepSpeed's."""
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_each_parameter_group_gets_its_own_values_from_a_file_without_foreign_objects(
+    tmp_path, foreign
+):
+    values = [
+        {"lr": 0.1, "weight_decay": 0.5, "params": [0]},
+        {"lr": 0.1, "weight_decay": 0.0, "params": [1]},
+    ]
+    content = {
+        "optimizer_state_dict": {"param_groups": values},
+        "loss_scaler": OwnClass() if foreign else LossScaler(1.0),
+        "zero_stage": ZeroStageEnum.weights,
+    }
+    (tmp_path / "zero").mkdir()
+    torch.save(content, tmp_path / "zero" / "optimizer_state.pt")
+    groups = [{"lr": 0.1, "weight_decay": 0.5, "params": [name]} for name in "ab"]
+    inner = SimpleNamespace(param_groups=groups)
+    engine = SimpleNamespace(optimizer=SimpleNamespace(optimizer=inner))
+    if foreign:
+        with pytest.raises(pickle.UnpicklingError, match="OwnClass"):
+            restore_groups(engine, tmp_path)
+        return
+    restore_groups(engine, tmp_path)
+    assert [(group["weight_decay"], group["params"]) for group in groups] == [
+        (0.5, ["a"]),
+        (0.0, ["b"]),
+    ]

@@ -95,7 +95,6 @@ class Conversion:
             # a node that shares the folder was faster
             if not self.folder.is_dir():
                 raise
-        sync_tree(self.folder)
 
     def _check_files(self, states: Path) -> None:
         """Check that the files of all ranks are in this folder, which several nodes may have written."""
@@ -138,7 +137,7 @@ class Conversion:
             f"Launch as many ranks as before, or {from_its_weights(self._source)}",
         )
 
-    def load(self, engine: Any, load: Callable[..., None], load_module_strict: bool = True) -> None:
+    def load(self, engine: Any, load: Callable[..., None], **keywords: Any) -> None:
         """Load the copy into a DeepSpeed engine, with frozen parameters and buffers. A collective.
 
         Args:
@@ -146,14 +145,14 @@ class Conversion:
                 Engine of this rank.
             load (`Callable`):
                 transformers' `deepspeed_load_checkpoint`.
-            load_module_strict (`bool`, *optional*, defaults to `True`):
-                Argument of `load`.
+            keywords (`dict`):
+                Further arguments of `load`.
 
         Raises:
             `ConfigurationError`: if the checkpoint lacks a frozen parameter or a buffer.
         """
         with replaced(engine._config, "load_universal_checkpoint", True):
-            load(engine, str(self.folder), load_module_strict=load_module_strict)
+            load(engine, str(self.folder), **keywords)
         (states,) = self.folder.glob("global_step*")
         if engine.zero_optimization_partition_weights():
             restore_groups(engine, states)

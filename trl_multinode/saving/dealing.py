@@ -122,7 +122,7 @@ def dealt_rounds(
             rounds.setdefault(group.number, []).append(group)
     share: list[tuple[Group, int | None]] = []
     for _, of_ranks in sorted(rounds.items()):
-        own = {}
+        own: dict[str, Any] = {}
         for name in ("prompts", "seeds", "rollouts", "begun_rows"):
             rows = [row for group in of_ranks for row in getattr(group, name) or ()]
             own[name] = rows[rank * now.rows_of_rank :][: now.rows_of_rank] or None

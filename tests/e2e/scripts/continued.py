@@ -10,8 +10,8 @@ are seconds for which every rank then scores; `fill` are the optimizer steps don
 removes their file from the copy; `seed_of_model` draws its first weights, `frozen` are the beginnings of names that
 are not trained; `lora` trains an adapter; `prompts` is the size of the dataset; "{node}" in `output` is the node's
 number.
-Leaves NAME_rank<r>.json, written anew at every log: per optimizer step loss and norm of the gradient, the learning rates, per generation
-round what the reward function saw.
+Leaves NAME_rank<r>.json, written anew at every log: per optimizer step loss and norm of the gradient, the learning
+rates, per generation round what the reward function saw.
 """
 
 import json
