@@ -160,7 +160,7 @@ class Conversion:
 
     @torch.no_grad()
     def _restore_kept(self, module: torch.nn.Module, path: Path) -> None:
-        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed import zero
 
         persistent = module.state_dict().keys()
         expected = {name: one for name, one in module.named_buffers() if name in persistent}
@@ -172,7 +172,7 @@ class Conversion:
             if missing := sorted(expected.keys() - file.keys()):
                 raise self._refused(f"it has no values of {listed(missing, SHOWN)}")
             for name, tensor in expected.items():
-                with GatheredParameters([tensor], modifier_rank=0, enabled=is_zero3(tensor)):
+                with zero.GatheredParameters([tensor], modifier_rank=0, enabled=is_zero3(tensor)):
                     if self._rank == 0 or not is_zero3(tensor):
                         tensor.copy_(file.get_tensor(name))
 
