@@ -252,7 +252,7 @@ def test_others_than_zero_3_go_on_with_another_number_of_ranks(tmp_path, how):
     with Nodes(1, 2, folder=tmp_path / "whole", **each) as nodes:
         job = {"name": "full", "output": "full"} | frozen
         assert launch(nodes, tmp_path, 2, job) == [0], nodes.rank_log(0)[-3000:]
-    with Nodes(1, 3, folder=tmp_path / "other", **each) as nodes:
+    with Nodes(2, [2, 1], folder=tmp_path / "other", **each) as nodes:
         job = copy("other", "full", **frozen)
-        assert launch(nodes, tmp_path, 3, job) == [0], nodes.rank_log(0)[-3000:]
+        assert launch(nodes, tmp_path, 3, job) == [0, 0], nodes.rank_log(0)[-3000:]
     same(tmp_path, "other", "full")
