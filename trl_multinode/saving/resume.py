@@ -74,6 +74,8 @@ class Resume:
         self.epochs = epochs_behind(self._folder)
         self._count_rows(self._folder)
         self._check_stream(self._folder)
+        # the longest of all checks; training loads it
+        self._conversion_of(self._folder)
         if self._accelerator.is_local_main_process:
             report(f"resuming from {self._folder}")
         return str(self._folder)
@@ -96,7 +98,6 @@ class Resume:
 
     def _check(self, folder: Path) -> None:
         check_format(folder)
-        self._conversion_of(folder)
         if not has_optimizer(folder) and self._accelerator.is_main_process:
             warn(
                 f"{folder} has no optimizer state (save_only_model): optimizer and schedule begin anew."
