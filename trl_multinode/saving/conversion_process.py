@@ -24,7 +24,7 @@ WORKERS = 4  # processes of DeepSpeed's converter; each holds the states of one 
 
 def convert(states: Path, target: Path) -> None:
     """Write the converted checkpoint into a new folder."""
-    from deepspeed.checkpoint import ds_to_universal
+    from deepspeed.checkpoint.ds_to_universal import main as write_universal
 
     arguments = Namespace(
         input_folder=str(states),
@@ -36,7 +36,7 @@ def convert(states: Path, target: Path) -> None:
         # transformers' checkpoints have no entry with DeepSpeed's patterns of parameters
         inject_missing_state=True,
     )
-    ds_to_universal.main(arguments)
+    write_universal(arguments)
     save_file(kept_tensors(states), target / KEPT)
 
 
