@@ -135,7 +135,7 @@ class WatchThread:
             return
         self.thread.join(2 * POLL_S + stores.STORE_TIMEOUT_S)
         if not self.thread.is_alive():
-            self.processes.close()
+            self.processes.forget()
             self.signals.close()
 
     # ---- failures ---------------------------------------------------------------------------------------------------
