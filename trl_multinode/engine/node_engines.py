@@ -29,14 +29,12 @@ SESSION_TOKENS = 4096  # that a session of an agent counts in the load of its en
 
 def local_places(sockets: Sequence[Path], node: int, log_folder: Path) -> list[EnginePlace]:
     """Return the places of a node's engines with these unix sockets, for a rank of the node."""
-
-    def place(index: int, path: Path) -> EnginePlace:
+    places = []
+    for index, path in enumerate(sockets):
         log = log_folder / f"engine{index}.log"
-        return EnginePlace(
-            node, index, partial(connect, path, f"engine {index} of node {node}", log)
-        )
-
-    return [place(index, path) for index, path in enumerate(sockets)]
+        reach = partial(connect, path, f"engine {index} of node {node}", log)
+        places.append(EnginePlace(node, index, reach))
+    return places
 
 
 class NodeEngines(EngineGroup):

@@ -23,9 +23,8 @@ from .run_folder import check_exists
 from .start_log import REFERS_TO_ANOTHER, StartLog
 
 PROGRESS_EVERY_S = 15.0
-FAILED_S = (
-    20.0  # after a process of vLLM has logged that the start failed, in which all of them must end
-)
+# after a process of vLLM has logged that the start failed, in which all of them must end
+FAILED_S = 20.0
 
 
 class EngineProcess:
@@ -91,9 +90,9 @@ class EngineProcess:
 
     def is_ready(self) -> bool:
         """Return whether the engine's socket exists; raise `EngineStartError` if its start has failed."""
-        ended = self._process.poll() is not None
+        is_alive = self.is_alive()
         self.start_log.follow()
-        if ended:
+        if not is_alive:
             stage = self.start_log.stage
             raise self._start_error(
                 f"did not start: {self.why_ended()} (stage of its start: {stage})"
