@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 
 SHOWN = 5  # of the names of what differs, in one line
 STOP_TIMEOUT_S = 15.0  # longer than vLLM gives its processes
-OTHER_RANKS_WAIT_LONGER_S = (
-    30.0  # so that the local main process, whose error explains more, fails first
-)
+# so that the local main process, whose error explains more, fails first
+OTHER_RANKS_WAIT_LONGER_S = 30.0
 
 
 class EngineFleet:

@@ -11,9 +11,8 @@ from ..wire.locks import hold, release
 
 MAX_SOCKET_PATH = 107  # bytes, the kernel's limit
 UUID_LENGTH = 36  # vLLM gives its sockets such names
-RESERVED = (
-    8  # descriptors for the removal, in a process that has none left: a leak is a usual way to end
-)
+# descriptors for the removal, in a process that has none left: a leak is a usual way to end
+RESERVED = 8
 
 
 class RunFolder:

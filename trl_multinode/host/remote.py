@@ -158,9 +158,8 @@ class RemoteEngines:
         else:
             return []
         members = msgspec.json.decode(store.get(key), type=Members)
-        if (
-            members.number < self.members.number
-        ):  # this rank followed a newer one between two meetings
+        # this rank followed a newer one between two meetings
+        if members.number < self.members.number:
             return []
         before, self.members = self.members, members
         pool, node, found = pool_of(store), self._rank.topology.node, []

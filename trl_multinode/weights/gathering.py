@@ -30,9 +30,8 @@ from ..wire.messages import TensorRange
 from .even_pieces import pass_on
 from .shards import Shard
 
-PIECE_ALIGNMENT = (
-    16  # bytes: alignment of tensors in a packed buffer, a multiple of every dtype's size
-)
+# bytes: alignment of tensors in a packed buffer, a multiple of every dtype's size
+PIECE_ALIGNMENT = 16
 
 
 class ShardGather:

@@ -61,9 +61,8 @@ class Part(msgspec.Struct, frozen=True):
     """Begin and end of a bucket."""
 
     update: int  # of the bytes; they follow the begin only if it is the one that was asked for
-    crc: int | None = (
-        None  # zlib.crc32 at the end; `None`: a rank began to write the slot meanwhile
-    )
+    # zlib.crc32 at the end; `None`: a rank began to write the slot meanwhile
+    crc: int | None = None
 
 
 _decoder = msgspec.msgpack.Decoder(AskNews | AskBucket)

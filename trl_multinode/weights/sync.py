@@ -61,13 +61,11 @@ class WeightSync(SlotUpdates):
         self.buckets: list[Bucket] = source.buckets(limit_bytes)
         layouts = [slot_layout(bucket) for bucket in self.buckets]
         super().__init__(engines, layouts, transport or Transport())
-        self._check_frozen = (
-            True  # before the next update; weights that do not change are checked once
-        )
+        # before the next update; weights that do not change are checked once
+        self._check_frozen = True
         self._first = 0  # bucket that the next update begins with; 0 includes the frozen ones
-        self.num_gathered = (
-            0  # buckets of the running update that are gathered; any thread may read it
-        )
+        # buckets of the running update that are gathered; any thread may read it
+        self.num_gathered = 0
 
     def send_everything(self) -> None:
         """Include the frozen weights in the next update, because the caller changed them."""
