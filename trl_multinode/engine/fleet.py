@@ -175,7 +175,6 @@ class EngineFleet:
             self._watch,
             self._report,
         )
-        self.restarts.watch_engines()
 
     def _start_engine(self, index: int) -> EngineProcess:
         settings, model_folder = self._launched

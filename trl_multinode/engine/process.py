@@ -125,10 +125,12 @@ class EngineProcess:
 
     def why_ended(self) -> str:
         """Return the reason that the engine wrote, or else how its process ended, and the path of its log."""
-        reason = (
-            reason_of_end(self._spec.failure_path)
-            or f"its process {self.pid} {self._how_it_ended()}"
-        )
+        reason = reason_of_end(self._spec.failure_path)
+        if reason is None:
+            # set if another thread has asked for it, which removes the zombie
+            code = self._process.returncode
+            how = exit_cause(self.pid) if code is None else exit_words(code)
+            reason = f"its process {self.pid} {how}"
         if any(words in reason for words in REFERS_TO_ANOTHER):
             reason = self.start_log.cause() or reason
         return f"{reason.rstrip('.')}. Log: {self.log_path}"
@@ -140,11 +142,6 @@ class EngineProcess:
             file = LineFile(Path(self._spec.state_path), lambda error: None)
             file.add(line | self._spec.labels)
             file.close()
-
-    def _how_it_ended(self) -> str:
-        # set if another thread has asked for it, which removes the zombie
-        code = self._process.returncode
-        return exit_cause(self.pid) if code is None else exit_words(code)
 
     def stop(self, timeout_s: float) -> None:
         """Wait `timeout_s` for the process to end, and again after `END_ENGINE`; then kill the rest of its group."""
