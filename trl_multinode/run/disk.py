@@ -8,7 +8,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import DiskError
@@ -42,11 +42,13 @@ def as_disk_error(error: BaseException, folders: Mapping[str, Path]) -> BaseExce
     """
     if isinstance(error, DiskError):
         return error
-    for each in _chain(error):
+    each: BaseException | None = error
+    while each is not None:
         if state := _state_of_disk(each):
             return _named(error, state, _path_of(each) or _nearly_full(folders) or _all(folders))
         if _says(each, VAGUE) and (places := _nearly_full(folders)):
             return _named(error, "full", places)
+        each = each.__cause__ or each.__context__
     return error
 
 
@@ -68,12 +70,6 @@ def _named(error: BaseException, state: str, places: list[str]) -> DiskError:
         f"A file could not be written, because the disk is {state}: {where} ({described(error)}). Free "
         "some space, or choose another folder, and launch again; older checkpoints are whole."
     )
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _path_of(error: BaseException) -> list[str]:
