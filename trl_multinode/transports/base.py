@@ -10,7 +10,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -149,7 +148,8 @@ class OpenedSlots:
         assert self._signals is not None
         self._signals.wait(bucket)
         start = time.perf_counter()
-        with nullcontext() if reader is None else torch.cuda.stream(self._stream):
+        # `None` on a CPU, which changes nothing
+        with torch.cuda.stream(self._stream):
             tensors = self.take(bucket % len(self._slots), self._buckets[bucket])
         if reader is not None:
             for _, tensor in tensors:
