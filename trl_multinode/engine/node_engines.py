@@ -102,12 +102,6 @@ class NodeEngines(EngineGroup):
         self.folder = load.parent
         self._load = EngineLoad(load, max(1, len(self.own)))
 
-    def indices_of(self, places: Collection[tuple[int, int]]) -> list[int]:
-        """Return which of these clients are for an engine of these nodes and indices there."""
-        return [
-            client.index for client in self if (client.place.node, client.place.index) in places
-        ]
-
     # ---- engines that are started again -----------------------------------------------------------------------------
 
     @property

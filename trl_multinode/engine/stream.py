@@ -230,7 +230,11 @@ class RequestStream:
     def _send_waiting(self) -> None:
         while self._waiting and (room := self._engines_with_room()):
             request = self._waiting[0]
-            engine = self._take(request, self._candidates(request, room))
+            group, engine = self._last
+            # the engine of the group's request before has computed its prompt
+            if group == request.group != NO_GROUP and engine in room:
+                room = [engine]
+            engine = self._take(request, room)
             self._last = (request.group, engine)
             message = replace(
                 self._message,
@@ -279,13 +283,6 @@ class RequestStream:
         free = [client for client in free if client.lost is None and not client.leaves]
         near = [client.index for client in free if client.is_near]
         return near or [client.index for client in free]
-
-    def _candidates(self, request: Request, room: list[int]) -> list[int]:
-        """Return the engine of the group's request before, which has computed its prompt, if it has room."""
-        group, engine = self._last
-        if group == request.group != NO_GROUP and engine in room:
-            return [engine]
-        return room
 
     def _cost(self, request: Request) -> int:
         """Return an upper bound on the tokens that a request costs its engine."""

@@ -331,15 +331,19 @@ class Updates:
                 for engine in own:
                     self._fleet.restarts.wait_for(engine.index, engine.start)
             self._agreement.meet()  # no rank waits in a collective while an engine starts
-        indices = []
-        if self.engines is not None:
-            lost_places = {(engine.node, engine.index) for engine in engines}
-            indices = self.engines.indices_of(lost_places)
-        if indices and self.engines is not None:
-            self.engines.renew(indices)
-            if self.ahead_engines is not None:  # whose thread connects by itself
-                self.ahead_engines.renew_later(indices)
+        self._renew({(engine.node, engine.index) for engine in engines})
         return True
+
+    def _renew(self, places: set[tuple[int, int]]) -> None:
+        """Connect to the engines of these nodes and indices there, which were started again."""
+        clients = self.engines or ()
+        indices = [
+            client.index for client in clients if (client.place.node, client.place.index) in places
+        ]
+        if self.engines is not None:
+            self.engines.renew(indices)
+        if indices and self.ahead_engines is not None:  # whose thread connects by itself
+            self.ahead_engines.renew_later(indices)
 
     def lost_engines(self) -> list[LostEngine]:
         """Return each engine that this rank has lost, in any of its threads."""
