@@ -86,7 +86,7 @@ class WeightSync(SlotUpdates):
         before = self.settle()
         if self._engines is not None:
             self._open_slots(self._engines)
-        timings = self._send(self._engines, self._slots, version, self._first)
+        timings = self._send(self._engines, self.slots, version, self._first)
         timings.add(before)
         self._first = sum(bucket[0].frozen for bucket in self.buckets)
         self._check_frozen = False
@@ -94,8 +94,8 @@ class WeightSync(SlotUpdates):
 
     def join(self, place: Sequence[int]) -> bool:
         """Open the slots of this node's local main process, on its other ranks; return whether it was possible."""
-        self._slots = self._transport.join(place, self.layouts)
-        return self._slots is not None
+        self.slots = self._transport.join(place, self.layouts)
+        return self.slots is not None
 
     def send_again(self, version: WeightVersion, engines: EngineGroup | None) -> SyncTimings:
         """Send all weights of `version` to engines that were started again. A collective of all training ranks.
