@@ -315,24 +315,26 @@ class Updates:
         Returns:
             `bool`: the same on every rank: whether all ranks must send the weights to engines that were lost.
         """
-        node = self._rank.topology.node
         with self._rank.phases("wait"):
             words = self._agreement.meet(" ".join([*map(str, lost), *self.remote.news()]))
         for key in [word for word in words if word.startswith(MEMBERS)]:
             words.remove(key)
             self._follow(key)
-        if not words:
-            return False
-        engines = lost_engines(words)
-        own = [engine for engine in engines if engine.node == node]
+        if words:
+            engines = lost_engines(words)
+            self._wait_for_restarts(engines)
+            self._renew({(engine.node, engine.index) for engine in engines})
+        return bool(words)
+
+    def _wait_for_restarts(self, lost: list[LostEngine]) -> None:
+        """Wait until the engines that any rank has lost are ready. Every rank calls it."""
+        own = [engine for engine in lost if engine.node == self._rank.topology.node]
         self._renewed = [engine.index for engine in own]
         with self._rank.phases("restart"):
             if self._fleet.restarts is not None:
                 for engine in own:
                     self._fleet.restarts.wait_for(engine.index, engine.start)
             self._agreement.meet()  # no rank waits in a collective while an engine starts
-        self._renew({(engine.node, engine.index) for engine in engines})
-        return True
 
     def _renew(self, places: set[tuple[int, int]]) -> None:
         """Connect to the engines of these nodes and indices there, which were started again."""
@@ -426,10 +428,7 @@ class Updates:
             )
         is_first = version.update == 1
         if is_first:
-            # not in `start`, because DeepSpeed may shard the model later
-            keep_head_during_backward(base_of(self.model))
-            if self._rank.topology.rank == 0 and (line := unchecked(self.model)):
-                self._rank.report(line)
+            self._prepare_model()
         timings = self._sync.run(version)
         committed = version.update
         if is_first:
@@ -447,6 +446,12 @@ class Updates:
             self.wait_for_engines()
             self.meet()
         return timings
+
+    def _prepare_model(self) -> None:
+        """Prepare the model for its first sync. Not in `start`, because DeepSpeed may shard it later."""
+        keep_head_during_backward(base_of(self.model))
+        if self._rank.topology.rank == 0 and (line := unchecked(self.model)):
+            self._rank.report(line)
 
     def _probe(self, engines: NodeEngines) -> None:
         """Compare the log-probs of this node's engines with the trainer's. A collective of all ranks."""
