@@ -58,9 +58,10 @@ class EngineProcess:
         self.name = f"engine {spec.index} of node {spec.node}"
         self.log_path = log_path
         self._spec = spec
+        self.socket_path = spec.socket_path
         for left in (spec.socket_path, spec.failure_path, spec.shared_memory_record):
             left.unlink(missing_ok=True)
-        spec_path = spec.socket_path.with_suffix(".json")
+        spec_path = self.socket_path.with_suffix(".json")
         spec_path.write_bytes(msgspec.json.encode(spec))
         log_path.parent.mkdir(parents=True, exist_ok=True)
         # append: an earlier run's error message may refer to this file
@@ -75,14 +76,7 @@ class EngineProcess:
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                     env=engine_environment(environment, folder), start_new_session=True,
                 )  # fmt: skip
-
-    @property
-    def socket_path(self) -> Path:
-        return self._spec.socket_path
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = self._process.pid
 
     def is_alive(self) -> bool:
         """Return whether the process runs."""

@@ -112,6 +112,7 @@ class RunStore:
 
     def __init__(self, topology: Topology, store: Store):
         self.topology = topology
+        self.alone = topology.world_size == 1  # a single process waits for no other rank
         self._store = store
         self._is_given_up = False
 
@@ -129,11 +130,6 @@ class RunStore:
             with suppress(RuntimeError):
                 return use(self._store)
         return None
-
-    @property
-    def alone(self) -> bool:
-        """Return whether the run is a single process, which waits for no other rank."""
-        return self.topology.world_size == 1
 
     def give_up(self) -> None:
         """Stop using the store, because it does not respond. Calls that have begun go on."""
