@@ -147,7 +147,11 @@ class Beats:
         """Write the node's beat if this rank is on duty and it is time, and judge. The watch thread calls it often."""
         now = time.monotonic()
         if now - self._last_call > SUSPENDED_S:
-            self._forgive(now)
+            # this process could not see what happened meanwhile, so all limits start anew
+            self._forgiven = now
+            self._work.clear()
+            if self._run is not None:
+                self._run.silence.forgive()
         self._last_call = now
         if self._broken or not self._is_open(store) or now < self._next_beat:
             return
@@ -169,13 +173,6 @@ class Beats:
             line = self._run.judge(time.monotonic(), store)
         if line is not None:
             self._watch.report(line, code=PEER_LOST)
-
-    def _forgive(self, now: float) -> None:
-        """Start all limits anew, because this process could not see what happened meanwhile."""
-        self._forgiven = now
-        self._work.clear()
-        if self._run is not None:
-            self._run.silence.forgive()
 
     def _is_open(self, store: Store) -> bool:
         try:
