@@ -198,6 +198,14 @@ class Updates:
             needs_none = gather.is_local_main or not self._rank.needs_slots
             joined = needs_none or sync.join(place)
             sync.takes_turns = bool(gather.extremes(joined)[0])
+        self._settle_slots(wanted, transport, reason)
+
+    def _settle_slots(self, wanted: bool, transport: Transport, reason: str | None) -> None:
+        """Report whether every bucket has a slot of its own; if not, give back what this node has reserved for that.
+
+        Raises:
+            `WeightSyncError`: if agents need these slots.
+        """
         if self._rank.has_agents and not transport.staged:
             raise WeightSyncError(
                 f"{self._rank.topology}: agents pull the weights from a slot for each bucket, and a node has no room "
@@ -435,9 +443,7 @@ class Updates:
             timings.add(self._sync.settle())
         elif self._sync.staged:
             committed = 0  # the engines load it beside training
-        # the wait for the replies counts as sync
-        asked = EngineGroup(client for client in self.engines if not client.place.is_of_agent)
-        self.clocks.read(answers(asked.post_all(Await(min_update=committed))), len(asked))
+        self._read_clocks(self.engines, committed)
         if is_first:
             self._probe(self.engines)
         self._presence.activity.synced = True
@@ -446,6 +452,11 @@ class Updates:
             self.wait_for_engines()
             self.meet()
         return timings
+
+    def _read_clocks(self, engines: NodeEngines, committed: int) -> None:
+        """Read the clocks of this rank's engines, once they have committed an update; the wait counts as sync."""
+        asked = EngineGroup(client for client in engines if not client.place.is_of_agent)
+        self.clocks.read(answers(asked.post_all(Await(min_update=committed))), len(asked))
 
     def _prepare_model(self) -> None:
         """Prepare the model for its first sync. Not in `start`, because DeepSpeed may shard it later."""
