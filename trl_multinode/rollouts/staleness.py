@@ -77,6 +77,13 @@ RATIOS = {
     "dynamic_sampling/extra_tokens": ("dropped_tokens", "sampled_tokens"),
 }
 
+# Metrics that are the greatest number of any rank, left out where the sum of the other one is 0
+GREATEST = {
+    "engine/kv_use": ("engine_kv_use", "engine_kv_use"),
+    "staleness/rounds_max": ("lag_rounds_max", "rounds"),
+    "staleness/steps_max": ("lag_steps_max", "rounds"),
+}
+
 RoundSums = dict[str, float]  # by the names of `SUMS`
 
 
@@ -212,23 +219,15 @@ def summarize_rounds(ranks: list[RoundSums], idle_s: list[float]) -> dict[str, f
     for name, (part, whole) in RATIOS.items():
         if total[whole]:
             metrics[name] = total[part] / total[whole]
+    for name, (greatest, needed) in GREATEST.items():
+        if total[needed]:
+            metrics[name] = max(rank[greatest] for rank in ranks)
     if total["engine_clock_s"]:
         metrics["engine/restarts"] = total["engine_restarts"]
     if total["weights_squared"]:  # gathered in float32, in which small squares are 0
         metrics["staleness/effective_sample_size"] = total["weights"] ** 2 / (
             total["tokens"] * total["weights_squared"]
         )
-    return metrics | _largest(ranks, total)
-
-
-def _largest(ranks: list[RoundSums], total: RoundSums) -> dict[str, float]:
-    largest = {name: max(rank[name] for rank in ranks) for name in SUMS}
-    metrics = {}
-    if largest["engine_kv_use"]:
-        metrics["engine/kv_use"] = largest["engine_kv_use"]
-    if total["rounds"]:
-        metrics["staleness/rounds_max"] = largest["lag_rounds_max"]
-        metrics["staleness/steps_max"] = largest["lag_steps_max"]
     if total["swaps"]:  # every rank counts every swap
-        metrics["in_flight/swapped_rows"] = total["swapped_rows"] / largest["swaps"]
+        metrics["in_flight/swapped_rows"] = total["swapped_rows"] / ranks[0]["swaps"]
     return metrics
