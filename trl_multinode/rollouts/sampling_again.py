@@ -134,7 +134,7 @@ class SamplingAgain:
         )
 
     def _count(self, recorded: Recorded, dropped: bool) -> None:
-        tokens = sum(len(row.tokens) for turn in recorded.turns for row in turn.rows)
+        tokens = sum(len(row.tokens) for row in recorded.rows)
         self._meter.add(sampled_groups=1, sampled_tokens=tokens)
         if dropped:
             self._meter.add(dropped_groups=1, dropped_tokens=tokens)
