@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ..engine.agents import Measure
-from ..rollouts.staleness import SUMS
+from ..rollouts.staleness import SUMS, column
 from ..run.phases import PHASES
 from ..run.topology import Topology
 from ..weights.timings import STAGES
@@ -37,11 +37,6 @@ class RunShape:
     iterations: int = 1  # `num_iterations`: times that a completion is trained on
     flops: ModelFlops | None = None
     peak_flops: float | None = None  # of one device
-
-
-def column(ranks: list[RankNumbers], name: str) -> list[float]:
-    """Return one number of every rank."""
-    return [rank[name] for rank in ranks]
 
 
 def step_metrics(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dict[str, float]:

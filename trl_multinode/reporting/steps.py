@@ -9,12 +9,12 @@ import psutil
 import torch
 
 from ..rollouts.generation import NodeGeneration
-from ..rollouts.staleness import StalenessMeter, summarize_rounds
+from ..rollouts.staleness import StalenessMeter, column, summarize_rounds
 from ..run.reporter import report
 from ..run.splits import StepTimes, split_advice
 from ..weights.timings import STAGES, SyncTimings, sync_metrics
 from .flops import ModelFlops, model_flops, peak_flops
-from .metrics import NUMBERS, RankNumbers, RunShape, column, pool_measure, step_metrics
+from .metrics import NUMBERS, RankNumbers, RunShape, pool_measure, step_metrics
 
 ADVICE_AT_STEP = 5
 GIB = 2**30

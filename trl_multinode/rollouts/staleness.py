@@ -201,6 +201,11 @@ class StalenessMeter:
         return sums
 
 
+def column(ranks: list[RoundSums], name: str) -> list[float]:
+    """Return one number of every rank."""
+    return [rank[name] for rank in ranks]
+
+
 def summarize_rounds(ranks: list[RoundSums], idle_s: list[float]) -> dict[str, float]:
     """Compute the metrics for `Trainer.log`.
 
@@ -210,7 +215,7 @@ def summarize_rounds(ranks: list[RoundSums], idle_s: list[float]) -> dict[str, f
         idle_s (`list[float]` of shape `(world_size,)`):
             Seconds in which a rank waited for completions or for other ranks before a sync.
     """
-    total = {name: sum(rank[name] for rank in ranks) for name in SUMS}
+    total = {name: sum(column(ranks, name)) for name in SUMS}
     wall = total["wall_s"] or 1.0
     metrics = {
         "perf/hidden_share": max(0.0, total["ahead_s"] - total["waited_s"]) / wall,
@@ -221,7 +226,7 @@ def summarize_rounds(ranks: list[RoundSums], idle_s: list[float]) -> dict[str, f
             metrics[name] = total[part] / total[whole]
     for name, (greatest, needed) in GREATEST.items():
         if total[needed]:
-            metrics[name] = max(rank[greatest] for rank in ranks)
+            metrics[name] = max(column(ranks, greatest))
     if total["engine_clock_s"]:
         metrics["engine/restarts"] = total["engine_restarts"]
     if total["weights_squared"]:  # gathered in float32, in which small squares are 0
