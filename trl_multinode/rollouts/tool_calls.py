@@ -16,10 +16,7 @@ from .user_calls import UserCalls
 
 
 class ToolFailed(BaseException):
-    """Carrier of a [`RolloutError`] through TRL's tool loop, which gives every `Exception` to the model."""
-
-    def __init__(self, error: RolloutError):
-        self.error = error
+    """Carries a [`RolloutError`] through TRL's tool loop, which gives every `Exception` to the model."""
 
 
 class ToolCalls(UserCalls):
@@ -196,7 +193,8 @@ def unwrapped() -> Iterator[None]:
     try:
         yield
     except ToolFailed as failed:
-        raise failed.error from failed.error.__cause__
+        (error,) = failed.args
+        raise error from error.__cause__
 
 
 def accepts(tool: Callable, arguments: dict[str, Any]) -> bool:
