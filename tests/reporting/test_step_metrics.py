@@ -430,6 +430,7 @@ def logged(num_nodes: int = 2, ranks_per_node: int = 2) -> dict[str, float]:
 def test_the_page_names_what_is_logged_and_nothing_else():
     of_trls_metrics = (
         "balance/",
+        "harness/",
         "rewards/",
         "dynamic_sampling/effective",
         "dynamic_sampling/flat",
