@@ -16,11 +16,12 @@ import torch
 
 from trl_multinode.engine_process.states import EngineStates
 from trl_multinode.reporting.lines import node_table, rendered, step_line
-from trl_multinode.reporting.metrics import NUM_NUMBERS, RankNumbers, RunShape, step_metrics
+from trl_multinode.reporting.metrics import NUMBERS, RunShape, step_metrics
 from trl_multinode.reporting.steps import count_tokens
 from trl_multinode.rollouts.staleness import summarize_rounds
 from trl_multinode.run.phase_file import PhaseFile
-from trl_multinode.weights.timings import SyncTimings, sync_metrics
+from trl_multinode.run.topology import NodeShape, Topology
+from trl_multinode.weights.timings import STAGES, SyncTimings, sync_metrics
 from trl_multinode.wire.line_file import LineFile
 
 REPEATS = 20
@@ -50,14 +51,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=7, help="training ranks per node")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = torch.rand(options.nodes * options.ranks, NUM_NUMBERS).tolist()
-    shape = RunShape(options.ranks, options.nodes * (options.ranks + 1))
+    rows = torch.rand(options.nodes * options.ranks, len(NUMBERS)).tolist()
+    world = options.nodes * options.ranks
+    topology = Topology(0, world, 0, options.ranks, 0, options.nodes, launched=False)
+    topology.learn({rank: NodeShape(options.ranks) for rank in range(world)})
+    shape = RunShape(topology)
 
     def metrics() -> dict[str, float]:
-        ranks = [RankNumbers.of(row) for row in rows]
+        ranks = [dict(zip(NUMBERS, row, strict=True)) for row in rows]
         found = step_metrics(ranks, 1, shape)
-        found |= summarize_rounds([rank.rounds for rank in ranks], [0.1] * len(ranks))
-        return found | sync_metrics(SyncTimings(), [rank.stages for rank in ranks], options.ranks)
+        found |= summarize_rounds(ranks, [0.1] * len(ranks))
+        stages = [[rank[name] for name in STAGES] for rank in ranks]
+        return found | sync_metrics(SyncTimings(), stages, topology)
 
     logs = metrics()
     masks = {
@@ -73,7 +78,7 @@ def main() -> None:
             "metrics": milliseconds(metrics),
             "line": milliseconds(lambda: step_line(logs, 1, 2)),
             "table": milliseconds(lambda: rendered(node_table(logs, 1))),
-            "tokens of a micro-batch of 8 rows": milliseconds(lambda: count_tokens(masks)),
+            "tokens of a micro-batch of 8 rows": milliseconds(lambda: count_tokens(masks, None)),
             "the 6 lines of a step's phases": milliseconds(lambda: write_step(file)),
             "a line of an engine's state": milliseconds(lambda: states.enter("generate", 8)),
             "a change of an engine's rows without a line": milliseconds(lambda: states.count(1, 8)),

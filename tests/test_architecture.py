@@ -37,7 +37,7 @@ ARROWS = rooms_of(PAGE)
 LIBRARIES = {
     "trl": {
         **dict.fromkeys(
-            ("config", "trainer", "trainers", "batches", "experimental", "examples"), ""
+            ("config", "trainer", "trainers", "batches", "rollouts", "experimental", "examples"), ""
         ),
         "__init__": "lazily",
     },

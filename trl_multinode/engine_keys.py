@@ -128,7 +128,9 @@ def fields_in_vllm(file: str, *kinds: str) -> frozenset[str]:
         return frozenset()
     source = Path(package.origin).parent / file
     tree = ast.parse(source.read_text() if source.is_file() else "")
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in kinds]
-    lines = [line for node in classes for line in node.body if isinstance(line, ast.AnnAssign)]
-    names = [ast.unparse(line.target) for line in lines]
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name in kinds:
+            fields = [line.target for line in node.body if isinstance(line, ast.AnnAssign)]
+            names.update(map(ast.unparse, fields))
     return frozenset(name for name in names if not name.startswith("_"))

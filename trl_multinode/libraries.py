@@ -67,10 +67,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         )
     own = vars(owner)
     # a method is an attribute of the class, not of the object
-    is_own, before = (
-        name in own,
-        own.get(name),
-    )
+    is_own = name in own
+    before = own.get(name)
     setattr(owner, name, value)
     try:
         yield

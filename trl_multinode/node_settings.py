@@ -34,9 +34,8 @@ class NodeSettings(Settings):
     """
 
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]  # parsed, if it was JSON
-    vllm_gpu_memory_utilization: float | None = (
-        None  # `None` in this library's configs unless the user sets it
-    )
+    # `None` in this library's configs unless the user sets it
+    vllm_gpu_memory_utilization: float | None = None
     # fields of TRL and transformers that the engines need
     vllm_tensor_parallel_size: int = 1
     seed: int = 42

@@ -25,9 +25,8 @@ class MultiNodeRLOOTrainer(RewardedNodeTrainer, RLOOTrainer):
     """
 
     _trl, _config = RLOOTrainer, MultiNodeRLOOConfig
-    _scores: list[torch.Tensor] | None = (
-        None  # log-probs of this round's completions; the trained model's come first
-    )
+    # log-probs of this round's completions; the trained model's come first
+    _scores: list[torch.Tensor] | None = None
 
     def _get_per_token_logps_and_entropies(
         self, *args: Any, **kwargs: Any

@@ -25,7 +25,7 @@ from trl_multinode.engine.agents import Measure
 from trl_multinode.engine.group import EngineGroup
 from trl_multinode.run.endings.exit_codes import CONFIGURATION, PEER_LOST
 from trl_multinode.tools import main
-from trl_multinode.weights.serving import WeightService
+from trl_multinode.weights.serving import WEIGHTS, WeightService
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.transport import Transport
@@ -73,7 +73,7 @@ def run(tmp_path, monkeypatch) -> Iterator[tuple[int, Run]]:
     sync = WeightSync(source, EngineGroup(), BUCKET_BYTES, Transport(staged=True))
     sync.run(WeightVersion(1, 10))
     store = new_store(free_port())
-    with run_of(store, tmp_path, services=WeightService(lambda: sync).services) as run:
+    with run_of(store, tmp_path, services={WEIGHTS: WeightService(lambda: sync).serve}) as run:
         yield store.port, run
     sync.close()
 

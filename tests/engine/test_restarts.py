@@ -21,6 +21,7 @@ def test_a_restart_that_raises_ends_the_run_with_the_code_of_an_engine():
 
     process = SimpleNamespace(
         index=0,
+        pid=1,
         start=0,
         name="engine 0 of node 1",
         why_ended=lambda: "killed",

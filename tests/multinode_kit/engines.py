@@ -154,8 +154,8 @@ class SyncDriver:
 
     def send_part(self, num_buckets: int) -> None:
         """Give the first engine an update that ends after so many buckets; raises the engine's error."""
-        assert self.sync._slots is not None
-        signals, first = self.sync._slots.signals, self.sync._first
+        assert self.sync.slots is not None
+        signals, first = self.sync.slots.signals, self.sync._first
         version = WeightVersion(self.version.update + 1, 99)
         update = UpdateWeights(
             version=version,

@@ -1,6 +1,5 @@
 """Metrics of an interval: tokens, FLOPs, memory and seconds of all ranks; docs/operate/observe.md names each."""
 
-import dataclasses
 import math
 import sys
 import time
@@ -20,10 +19,9 @@ from trl_multinode.reporting import steps
 from trl_multinode.reporting.flops import ModelFlops, model_flops, peak_flops, peak_of
 from trl_multinode.reporting.lines import node_table, rendered, step_line
 from trl_multinode.reporting.metrics import (
-    NUM_NUMBERS,
+    NUMBERS,
     RankNumbers,
     RunShape,
-    StepSums,
     pool_measure,
     step_metrics,
 )
@@ -35,15 +33,15 @@ from trl_multinode.weights.timings import STAGES, SyncTimings, sync_metrics
 
 # one node with two training GPUs and two reserved ones
 TWO_RESERVED = topology_on([NodeShape(ranks=2, engines=2, reserved=2)])
-ROUNDS = dict.fromkeys(SUMS, 1.0)
 
 
 def rank(phases=(1.0, 20.0, 0.5, 15.0, 4.0), **step) -> RankNumbers:
-    values = {"wall_s": 80.0, "tokens": 1000.0, "squares": 1e5, "trained_tokens": 600.0, "gpu_gib": 60.0,
+    values = {"interval_s": 80.0, "batch_tokens": 1000.0, "squares": 1e5, "loss_tokens": 600.0, "gpu_gib": 60.0,
               "gpu_share": 0.8, "host_gib": 10.0} | step  # fmt: skip
-    return RankNumbers(
-        dict(zip(PHASES, phases, strict=True)), [0.0] * len(STAGES), ROUNDS, StepSums(**values)
-    )
+    seconds = dict(zip(PHASES, phases, strict=True))
+    found = seconds | dict.fromkeys(STAGES, 0.0) | dict.fromkeys(SUMS, 1.0) | values
+    assert tuple(found) == NUMBERS
+    return found
 
 
 # ---- seconds and throughput
@@ -79,7 +77,7 @@ def test_every_device_counts_also_the_reserved_ones():
 
 @pytest.mark.nightly
 def test_one_node_has_no_series_per_node_and_what_no_rank_measured_is_left_out():
-    without = rank(gpu_gib=math.nan, gpu_share=math.nan, tokens=0.0)
+    without = rank(gpu_gib=math.nan, gpu_share=math.nan, batch_tokens=0.0)
     found = step_metrics(
         [without] * 2,
         steps=1,
@@ -103,13 +101,12 @@ def test_the_fullest_rank_is_found_although_another_one_measured_nothing():
 
 
 def of_engines(clock_s: float, slot_s: float) -> RankNumbers:
-    rounds = ROUNDS | {"engine_clock_s": clock_s, "engine_slot_s": slot_s}
-    return dataclasses.replace(rank(), rounds=rounds)
+    return rank() | {"engine_clock_s": clock_s, "engine_slot_s": slot_s}
 
 
 def test_the_measure_of_the_pool_has_all_engines_and_the_rank_that_waits_longest():
     ranks = [of_engines(80.0, 60.0), of_engines(80.0, 20.0)]
-    ranks[1].phases["generate"] = 32.0
+    ranks[1]["generate"] = 32.0
     found = pool_measure(ranks, step=7, own=2, engines=6, pool_filled=0.8)
     # of two engines half of the slots, of four 0.8; 32 of 80 s
     assert (found.step, found.engines) == (7, 6)
@@ -279,7 +276,7 @@ class OneRank:
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         self.gathers += 1
-        assert row.shape == (1, NUM_NUMBERS)
+        assert row.shape == (1, len(NUMBERS))
         return row.repeat(4, 1)
 
 
@@ -424,15 +421,16 @@ def logged(num_nodes: int = 2, ranks_per_node: int = 2) -> dict[str, float]:
     shape = RunShape(topology, flops=ModelFlops(1.0, 1.0), peak_flops=1e12)
     ranks = [rank()] * (num_nodes * ranks_per_node)
     found = step_metrics(ranks, 1, shape) | {"perf/eta_s": 1.0, "sync/host_device_mib": 1.0}
-    found |= summarize_rounds([one.rounds for one in ranks], [1.0] * len(ranks))
+    found |= summarize_rounds(ranks, [1.0] * len(ranks))
     found |= dict.fromkeys(("pool/number", "pool/engines", "pool/filled", "pool/waiting"), 1.0)
-    return found | sync_metrics(SyncTimings(), [one.stages for one in ranks], topology)
+    return found | sync_metrics(SyncTimings(), [[0.0] * len(STAGES)] * len(ranks), topology)
 
 
 @pytest.mark.nightly
 def test_the_page_names_what_is_logged_and_nothing_else():
     of_trls_metrics = (
         "balance/",
+        "harness/",
         "rewards/",
         "dynamic_sampling/effective",
         "dynamic_sampling/flat",
@@ -448,11 +446,11 @@ def test_at_64_nodes_metrics_line_and_table_take_less_than_a_hundredth_of_a_10_s
 
 
 def report_of(num_nodes: int) -> None:
-    ranks = [RankNumbers.of(row) for row in [[1.0] * NUM_NUMBERS] * (num_nodes * 7)]
+    ranks = [dict.fromkeys(NUMBERS, 1.0) for _ in range(num_nodes * 7)]
     topology = topology_on([7] * num_nodes)
     logs = step_metrics(ranks, 1, RunShape(topology))
-    logs |= summarize_rounds([one.rounds for one in ranks], [1.0] * len(ranks))
-    logs |= sync_metrics(SyncTimings(), [one.stages for one in ranks], topology)
+    logs |= summarize_rounds(ranks, [1.0] * len(ranks))
+    logs |= sync_metrics(SyncTimings(), [[0.0] * len(STAGES)] * len(ranks), topology)
     step_line(logs, 1, 2)
     rendered(node_table(logs, 1))
 

@@ -90,7 +90,7 @@ class Trainer:
     def serving(
         self, host: str = "127.0.0.1", report: Callable[[str], None] = pytest.fail
     ) -> Iterator[PortAddress]:
-        port = Port(host, self.node, POOL, self.service.services, report)
+        port = Port(host, self.node, POOL, {WEIGHTS: self.service.serve}, report)
         with running(port.serve()):
             yield port.address
 

@@ -75,7 +75,7 @@ def test_the_slots_have_the_last_sent_weights_whole(source_class, dtype, tmp_pat
             train(model)
             timings = sync.run(WeightVersion(update, update))
         expected = digest(sent(source))
-        sizes = sync._slots.sizes
+        sizes = sync.slots.sizes
         assert len(sizes) == len(sync.buckets) and sum(sizes) < 1.01 * timings.num_bytes
         train(model)  # the slots do not change with the model
         timings = sync.load_again(WeightVersion(3, 3), EngineGroup([engines[1]]))

@@ -159,7 +159,7 @@ def test_a_new_transport_is_one_file_and_its_name(monkeypatch, tmp_path):
         for _ in range(2):
             trainer.perturb()
             trainer.send()
-            assert trainer.sync._slots.kind == "file" and isinstance(engine.opened, OpenedFileSlots)
+            assert trainer.sync.slots.kind == "file" and isinstance(engine.opened, OpenedFileSlots)
             assert digest(engine.tensors) == digest(dict(model.named_parameters()))
 
 
@@ -179,7 +179,7 @@ def test_the_engine_agrees_after_broadcast_syncs_and_disagrees_before(module, tm
             if sync:
                 assert distance(trainer) > 0.1
             trainer.send()
-            assert trainer.sync._slots.kind == "nccl"
+            assert trainer.sync.slots.kind == "nccl"
             assert distance(trainer) < 1e-3
 
 
@@ -225,7 +225,7 @@ def test_a_failed_self_test_falls_back_to_host_memory_with_a_warning(
         trainer = SyncDriver(model, engines, transport=Failing("nccl", report=warnings.append))
         trainer.perturb()
         trainer.send()
-        assert trainer.sync._slots.kind == "host" and distance(trainer) < 1e-3
+        assert trainer.sync.slots.kind == "host" and distance(trainer) < 1e-3
     (warning,) = warnings
     assert said in warning and "host memory" in warning
 
@@ -245,14 +245,14 @@ def test_weights_go_through_host_memory_while_an_engine_is_lost_and_are_broadcas
         )
         trainer = SyncDriver(model, engines, transport=transport)
         trainer.send()
-        assert trainer.sync._slots.kind == "nccl"
+        assert trainer.sync.slots.kind == "nccl"
         # whose destructor never ran
-        of_a_killed_worker = dist.FileStore(str(trainer.sync._slots.message.store), 3)
+        of_a_killed_worker = dist.FileStore(str(trainer.sync.slots.message.store), 3)
         engines[1].lose(EngineDiedError("killed"))
         trainer.perturb()
         version = trainer.send()
         assert (
-            trainer.sync._slots.kind == "host"
+            trainer.sync.slots.kind == "host"
             and holds(backends[0], model)
             and not holds(backends[1], model)
         )
@@ -261,7 +261,7 @@ def test_weights_go_through_host_memory_while_an_engine_is_lost_and_are_broadcas
         assert holds(backends[1], model)
         trainer.perturb()
         trainer.send()
-        assert trainer.sync._slots.kind == "nccl" and all(
+        assert trainer.sync.slots.kind == "nccl" and all(
             holds(backend, model) for backend in backends
         )
         trainer.sync.close()

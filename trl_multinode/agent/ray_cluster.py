@@ -15,10 +15,10 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..errors import ConfigurationError, PeerFailureError
+from ..wire.line_file import last_lines
 from .leaving import ask_to_leave
 
 OUTPUT = "agent.log"  # of an agent, in the folder of its logs
-TAIL_BYTES = 4096
 DIAL_S = 2.0
 ERRORS_ONLY = 40  # level of Python's logging
 # Ray ends this process and all workers after this time without its head. The third leaves time for an orderly end
@@ -73,7 +73,9 @@ class EngineActor:
     def look(self) -> Look:
         """Return the state of the agent."""
         code = self._agent.poll()
-        last = "" if code is None else self._last_line()
+        last = ""
+        if code is not None:
+            last = (last_lines(self._output) or ["no output"])[-1]
         return Look(ray.get_runtime_context().get_node_id(), socket.gethostname(), code, last)
 
     def leave(self, why: str) -> None:
@@ -82,12 +84,6 @@ class EngineActor:
             ask_to_leave(self._output.parent, why)
         except ConfigurationError:  # it has not begun to serve
             self._agent.terminate()
-
-    def _last_line(self) -> str:
-        with open(self._output, "rb") as output:
-            output.seek(max(0, output.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = output.read().decode(errors="replace").splitlines()
-        return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
 
 
 class PlacedEngine:

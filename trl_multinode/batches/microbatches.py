@@ -49,10 +49,6 @@ Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 def reason_against(trainer: GRPOTrainer) -> str | None:
     """Return the reason to keep TRL's micro-batches, the same on every rank, or `None` if there is none."""
-    config = trainer.model.config.get_text_config()
-    rotary = any("rotary" in type(module).__name__.lower() for module in trainer.model.modules())
-    rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
-    layers = sorted({*(getattr(config, "layer_types", None) or [])} - KNOWN_LAYERS)
     reasons = {
         f"loss_type={trainer.loss_type!r} is not a sum over rows": (
             trainer.loss_reduction is None
@@ -69,10 +65,7 @@ def reason_against(trainer: GRPOTrainer) -> str | None:
             and not may_skip_vision_tower(trainer.args, trainer.accelerator)
             and not every_row_has_images(trainer.train_dataset)
         ),
-        f"{type(trainer.model).__name__} has no rotary positions, so they may be absolute": not rotary,
-        f"rotary frequencies depend on the padded length: {rope}": "dynamic" in rope
-        or "longrope" in rope,
-        f"layers of type {layers} may see padding": bool(layers),
+        **_reasons_of_model(trainer.model),
         "context parallelism cuts the batch itself": bool(
             getattr(trainer.accelerator, "parallelism_config", None)
         ),
@@ -80,6 +73,20 @@ def reason_against(trainer: GRPOTrainer) -> str | None:
     return reason_of_loss(type(trainer)) or next(
         (reason for reason, holds in reasons.items() if holds), None
     )
+
+
+def _reasons_of_model(model: Any) -> dict[str, bool]:
+    """Return why the model's scores may depend on the place of the padding, and whether each reason holds."""
+    config = model.config.get_text_config()
+    rotary = any("rotary" in type(module).__name__.lower() for module in model.modules())
+    rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    layers = sorted({*(getattr(config, "layer_types", None) or [])} - KNOWN_LAYERS)
+    return {
+        f"{type(model).__name__} has no rotary positions, so they may be absolute": not rotary,
+        f"rotary frequencies depend on the padded length: {rope}": "dynamic" in rope
+        or "longrope" in rope,
+        f"layers of type {layers} may see padding": bool(layers),
+    }
 
 
 def with_tool_mask(trainer: Any, inputs: Tensors) -> Tensors:

@@ -163,9 +163,5 @@ class Hop:
         self, rows: np.ndarray, peers: np.ndarray, sizes: np.ndarray
     ) -> tuple[np.ndarray, list[int]]:
         """Sort rows by their peer; return them and the summed size for each rank of the group."""
-        order = np.argsort(peers[rows], kind="stable")
-        rows = rows[order]
-        index = np.searchsorted(self._ranks, peers[rows])
-        total = np.zeros(len(self._ranks), dtype=np.int64)
-        np.add.at(total, index, sizes[rows])
-        return rows, total.tolist()
+        rows = rows[np.argsort(peers[rows], kind="stable")]
+        return rows, [int(sizes[rows[peers[rows] == rank]].sum()) for rank in self._ranks]

@@ -78,13 +78,7 @@ class RowDealer:
         sizes, words = np.split(table.reshape(-1, 3), [2], axis=1)
         own = np.flatnonzero(plan.owners == rank).tolist()
         rows = dict(zip(own, cut, strict=True))
-        leaving = {
-            number: row_to_record(row)
-            for number, row in rows.items()
-            if plan.targets[number] != rank
-        }
-        arrived = self.exchange.move(leaving, words[:, 0], plan.owners, plan.targets)
-        rows |= {number: record_to_row(record) for number, record in arrived.items()}
+        rows |= self._arriving(rows, plan, words[:, 0])
         steps = [{number: rows[number] for number in numbers} for numbers in plan.bins(rank)]
         scalars = {
             name: value
@@ -92,6 +86,16 @@ class RowDealer:
             if isinstance(value, torch.Tensor) and value.ndim == 0
         }
         return Share(plan, sizes, own, steps, scalars)
+
+    def _arriving(self, rows: dict[int, Row], plan: Plan, words: np.ndarray) -> dict[int, Row]:
+        """Send the rows that others run, and return those that come from others. `words`: length of each record."""
+        leaving = {
+            number: row_to_record(row)
+            for number, row in rows.items()
+            if plan.targets[number] != self.exchange.rank
+        }
+        arrived = self.exchange.move(leaving, words, plan.owners, plan.targets)
+        return {number: record_to_row(record) for number, record in arrived.items()}
 
     def send_back(self, share: Share, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Send values per completion token to the ranks that hold the rows; return those of this rank's own rows."""

@@ -7,9 +7,9 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
+from torch.distributed import Store
 
 from ..errors import EngineError, EngineStartError
 from ..node_settings import NodeSettings
@@ -30,14 +30,10 @@ from .restarts import EngineRestarts
 from .run_folder import RunFolder, check_private
 from .settings import EngineSettings, start_inputs
 
-if TYPE_CHECKING:
-    from ..run.store import Store
-
 SHOWN = 5  # of the names of what differs, in one line
 STOP_TIMEOUT_S = 15.0  # longer than vLLM gives its processes
-OTHER_RANKS_WAIT_LONGER_S = (
-    30.0  # so that the local main process, whose error explains more, fails first
-)
+# so that the local main process, whose error explains more, fails first
+OTHER_RANKS_WAIT_LONGER_S = 30.0
 
 
 class EngineFleet:
@@ -74,7 +70,7 @@ class EngineFleet:
         self,
         topology: Topology,
         watch: Watchdog,
-        store: "Store",
+        store: Store,
         settings: NodeSettings,
         logs: Path,
         report: Callable[[str], None],
@@ -136,7 +132,7 @@ class EngineFleet:
         early, now = start_inputs(*self._launched), start_inputs(settings, model_folder)
         return sorted(key for key in early | now if early.get(key) != now.get(key))
 
-    def _follow(self, _: "Store") -> None:
+    def _follow(self, _: Store) -> None:
         """Note the stages of engines that start beside the model's load, and end the run if one fails.
 
         The watch thread calls it. A single process may be a notebook, where `start` raises once the model is loaded.
@@ -176,7 +172,6 @@ class EngineFleet:
             self._watch,
             self._report,
         )
-        self.restarts.watch_engines()
 
     def _start_engine(self, index: int) -> EngineProcess:
         settings, model_folder = self._launched

@@ -29,14 +29,12 @@ SESSION_TOKENS = 4096  # that a session of an agent counts in the load of its en
 
 def local_places(sockets: Sequence[Path], node: int, log_folder: Path) -> list[EnginePlace]:
     """Return the places of a node's engines with these unix sockets, for a rank of the node."""
-
-    def place(index: int, path: Path) -> EnginePlace:
+    places = []
+    for index, path in enumerate(sockets):
         log = log_folder / f"engine{index}.log"
-        return EnginePlace(
-            node, index, partial(connect, path, f"engine {index} of node {node}", log)
-        )
-
-    return [place(index, path) for index, path in enumerate(sockets)]
+        reach = partial(connect, path, f"engine {index} of node {node}", log)
+        places.append(EnginePlace(node, index, reach))
+    return places
 
 
 class NodeEngines(EngineGroup):
@@ -103,12 +101,6 @@ class NodeEngines(EngineGroup):
         self.own = EngineGroup(client for client in self if client.is_near)
         self.folder = load.parent
         self._load = EngineLoad(load, max(1, len(self.own)))
-
-    def indices_of(self, places: Collection[tuple[int, int]]) -> list[int]:
-        """Return which of these clients are for an engine of these nodes and indices there."""
-        return [
-            client.index for client in self if (client.place.node, client.place.index) in places
-        ]
 
     # ---- engines that are started again -----------------------------------------------------------------------------
 

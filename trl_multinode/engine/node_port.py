@@ -6,9 +6,9 @@ import secrets
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import msgspec
+from torch.distributed import Store
 
 from ..run.addresses import route_to
 from ..run.topology import Topology
@@ -17,13 +17,10 @@ from ..wire.handshake import EVERY_HOST, Pool
 from ..wire.port import Port, Service
 from ..wire.secret import pool_secret
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
 MUST_AGREE = ("trl_multinode", "vllm")
 
 
-def pool_of(store: "Store") -> Pool:
+def pool_of(store: Store) -> Pool:
     """Return the secret of the run's nodes, and the facts that they must agree on.
 
     Raises:
@@ -77,7 +74,7 @@ class NodePort(Background):
     def __init__(
         self,
         topology: Topology,
-        store: "Store",
+        store: Store,
         services: Mapping[str, Service],
         report: Callable[[str], None],
     ):

@@ -23,9 +23,8 @@ from .run_folder import check_exists
 from .start_log import REFERS_TO_ANOTHER, StartLog
 
 PROGRESS_EVERY_S = 15.0
-FAILED_S = (
-    20.0  # after a process of vLLM has logged that the start failed, in which all of them must end
-)
+# after a process of vLLM has logged that the start failed, in which all of them must end
+FAILED_S = 20.0
 
 
 class EngineProcess:
@@ -59,9 +58,10 @@ class EngineProcess:
         self.name = f"engine {spec.index} of node {spec.node}"
         self.log_path = log_path
         self._spec = spec
+        self.socket_path = spec.socket_path
         for left in (spec.socket_path, spec.failure_path, spec.shared_memory_record):
             left.unlink(missing_ok=True)
-        spec_path = spec.socket_path.with_suffix(".json")
+        spec_path = self.socket_path.with_suffix(".json")
         spec_path.write_bytes(msgspec.json.encode(spec))
         log_path.parent.mkdir(parents=True, exist_ok=True)
         # append: an earlier run's error message may refer to this file
@@ -76,14 +76,7 @@ class EngineProcess:
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                     env=engine_environment(environment, folder), start_new_session=True,
                 )  # fmt: skip
-
-    @property
-    def socket_path(self) -> Path:
-        return self._spec.socket_path
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = self._process.pid
 
     def is_alive(self) -> bool:
         """Return whether the process runs."""
@@ -91,9 +84,9 @@ class EngineProcess:
 
     def is_ready(self) -> bool:
         """Return whether the engine's socket exists; raise `EngineStartError` if its start has failed."""
-        ended = self._process.poll() is not None
+        is_alive = self.is_alive()
         self.start_log.follow()
-        if ended:
+        if not is_alive:
             stage = self.start_log.stage
             raise self._start_error(
                 f"did not start: {self.why_ended()} (stage of its start: {stage})"
@@ -126,10 +119,12 @@ class EngineProcess:
 
     def why_ended(self) -> str:
         """Return the reason that the engine wrote, or else how its process ended, and the path of its log."""
-        reason = (
-            reason_of_end(self._spec.failure_path)
-            or f"its process {self.pid} {self._how_it_ended()}"
-        )
+        reason = reason_of_end(self._spec.failure_path)
+        if reason is None:
+            # set if another thread has asked for it, which removes the zombie
+            code = self._process.returncode
+            how = exit_cause(self.pid) if code is None else exit_words(code)
+            reason = f"its process {self.pid} {how}"
         if any(words in reason for words in REFERS_TO_ANOTHER):
             reason = self.start_log.cause() or reason
         return f"{reason.rstrip('.')}. Log: {self.log_path}"
@@ -141,11 +136,6 @@ class EngineProcess:
             file = LineFile(Path(self._spec.state_path), lambda error: None)
             file.add(line | self._spec.labels)
             file.close()
-
-    def _how_it_ended(self) -> str:
-        # set if another thread has asked for it, which removes the zombie
-        code = self._process.returncode
-        return exit_cause(self.pid) if code is None else exit_words(code)
 
     def stop(self, timeout_s: float) -> None:
         """Wait `timeout_s` for the process to end, and again after `END_ENGINE`; then kill the rest of its group."""

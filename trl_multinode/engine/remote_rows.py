@@ -79,24 +79,21 @@ async def pass_rows(path: Path, rank: socket.socket) -> None:
             that may not pass.
     """
     loop = asyncio.get_running_loop()
+
+    async def pass_requests() -> None:
+        while True:
+            request = _decoder.decode(await receive_body(rank))
+            await loop.sock_sendall(engine, frame(request))
+
+    async def pass_replies() -> None:
+        while piece := await loop.sock_recv(engine, PIECE_BYTES):
+            await loop.sock_sendall(rank, piece)
+        raise EOFError
+
     with socket.socket(socket.AF_UNIX) as engine:
         engine.setblocking(False)
         await loop.sock_connect(engine, str(path))
         # the first one that ends raises, and ends the other one
         async with asyncio.TaskGroup() as both:
-            both.create_task(_pass_requests(rank, engine))
-            both.create_task(_pass_replies(engine, rank))
-
-
-async def _pass_requests(rank: socket.socket, engine: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    while True:
-        request = _decoder.decode(await receive_body(rank))
-        await loop.sock_sendall(engine, frame(request))
-
-
-async def _pass_replies(engine: socket.socket, rank: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    while piece := await loop.sock_recv(engine, PIECE_BYTES):
-        await loop.sock_sendall(rank, piece)
-    raise EOFError
+            both.create_task(pass_requests())
+            both.create_task(pass_replies())

@@ -18,15 +18,14 @@ class EngineRestarts:
     """Engine processes of a node, each of which is started again a number of times.
 
     ```python
-    restarts = EngineRestarts(processes, start_again, limit, timeout_s, watch, report)
-    restarts.watch_engines()
+    restarts = EngineRestarts(processes, start_again, limit, timeout_s, watch, report)  # watches the processes
     ...
     restarts.wait_for(index, start)  # until a later process than number `start` is ready
     ```
 
     Args:
         processes (`list[EngineProcess]`):
-            Processes of the engines, by their index; a restart replaces its entry.
+            Processes of the engines, which are ready, by their index; a restart replaces its entry.
         start_again (`Callable[[int], EngineProcess]`):
             Function that starts the engine of an index.
         limit (`int`):
@@ -58,16 +57,13 @@ class EngineRestarts:
         self._starting: set[int] = set()  # indices
         self._changed = threading.Condition()
         self._closed = False
+        for process in processes:
+            watch.add_process(process.pid, partial(self._on_end, process))
 
     @property
     def count(self) -> int:
         """Number of restarts so far, of all engines."""
         return sum(self._counts)
-
-    def watch_engines(self) -> None:
-        """Watch all processes, which are ready."""
-        for process in self._processes:
-            self._watch.add_process(process.pid, partial(self._on_end, process))
 
     def close(self) -> None:
         """Start no engine any more."""

@@ -11,9 +11,8 @@ from ..wire.locks import hold, release
 
 MAX_SOCKET_PATH = 107  # bytes, the kernel's limit
 UUID_LENGTH = 36  # vLLM gives its sockets such names
-RESERVED = (
-    8  # descriptors for the removal, in a process that has none left: a leak is a usual way to end
-)
+# descriptors for the removal, in a process that has none left: a leak is a usual way to end
+RESERVED = 8
 
 
 class RunFolder:
@@ -26,7 +25,14 @@ class RunFolder:
 
     def __init__(self, node: int):
         prefix = f"{PREFIX}{node}_"
-        self.path = _short_folder(prefix) or _short_folder(prefix, "/tmp") or _refuse(node)
+        path = _short_folder(prefix) or _short_folder(prefix, "/tmp")
+        if path is None:
+            folder = tempfile.gettempdir()
+            raise EngineStartError(
+                f"Node {node}: the temporary folder {folder} is too long for a unix socket "
+                f"({len(folder)} characters, limit 44), and /tmp cannot be written. Set TMPDIR to a shorter one."
+            )
+        self.path = path
         hold(self.path / OWNER_LOCK)
         self._reserve = [os.open(os.devnull, os.O_RDONLY) for _ in range(RESERVED)]
 
@@ -77,11 +83,3 @@ def _short_folder(prefix: str, parent: str | None = None) -> Path | None:
         return path
     path.rmdir()
     return None
-
-
-def _refuse(node: int) -> Path:
-    folder = tempfile.gettempdir()
-    raise EngineStartError(
-        f"Node {node}: the temporary folder {folder} is too long for a unix socket "
-        f"({len(folder)} characters, limit 44), and /tmp cannot be written. Set TMPDIR to a shorter one."
-    )

@@ -135,18 +135,10 @@ class EngineSettings:
         }
         # never vLLM's "auto", which looks at the model only
         dtype = {"dtype": str(self.dtype).removeprefix("torch.")}
-        return (
-            args
-            | self._memory(index)
-            | lora_arguments(self.lora_rank)
-            | self.settings.engine_kwargs
-            | dtype
-        )
-
-    def _memory(self, index: int) -> dict:
-        if not self.devices.per_engine[index]:
-            return {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
-        return {"gpu_memory_utilization": gpu_share(self.settings, self.devices)}
+        memory: dict = {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+        if self.devices.per_engine[index]:
+            memory = {"gpu_memory_utilization": gpu_share(self.settings, self.devices)}
+        return args | memory | lora_arguments(self.lora_rank) | self.settings.engine_kwargs | dtype
 
     def environment(self, index: int) -> dict[str, str]:
         """Return the variables on top of the allow-listed environment."""

@@ -33,9 +33,8 @@ class Request:
     num_completions: int = 1
     seed: int | None = None  # row i samples with seed + i
     images: tuple[Image, ...] = ()
-    min_update: int = (
-        0  # number of the weight update that must have been attempted before the rows start
-    )
+    # number of the weight update that must have been attempted before the rows start
+    min_update: int = 0
     group: GroupId = NO_GROUP  # those of a group follow each other, so that one engine computes their prompt once
     row: int = 0  # place in the group, or among the requests of a call
     num_made: int = 0  # tokens of the completion that `prompt` ends with
@@ -113,10 +112,7 @@ class RequestStream:
         self._waiting: deque[Request] = deque()
         self._lanes = [Lane(client) for client in clients]  # by engine
         # group and engine of the last request that was sent
-        self._last: tuple[GroupId, int] = (
-            NO_GROUP,
-            0,
-        )
+        self._last: tuple[GroupId, int] = (NO_GROUP, 0)
         self._num_added = self._num_ended = 0  # each is written by one thread
         self._asked: deque[Peeking] = deque()
         # any thread writes it, to end the wait of the thread that polls
@@ -234,7 +230,11 @@ class RequestStream:
     def _send_waiting(self) -> None:
         while self._waiting and (room := self._engines_with_room()):
             request = self._waiting[0]
-            engine = self._take(request, self._candidates(request, room))
+            group, engine = self._last
+            # the engine of the group's request before has computed its prompt
+            if group == request.group != NO_GROUP and engine in room:
+                room = [engine]
+            engine = self._take(request, room)
             self._last = (request.group, engine)
             message = replace(
                 self._message,
@@ -283,13 +283,6 @@ class RequestStream:
         free = [client for client in free if client.lost is None and not client.leaves]
         near = [client.index for client in free if client.is_near]
         return near or [client.index for client in free]
-
-    def _candidates(self, request: Request, room: list[int]) -> list[int]:
-        """Return the engine of the group's request before, which has computed its prompt, if it has room."""
-        group, engine = self._last
-        if group == request.group != NO_GROUP and engine in room:
-            return [engine]
-        return room
 
     def _cost(self, request: Request) -> int:
         """Return an upper bound on the tokens that a request costs its engine."""

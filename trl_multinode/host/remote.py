@@ -25,7 +25,7 @@ from ..engine.remote_rows import connect_rows, row_services
 from ..engine.settings import EngineSettings
 from ..run.reconnecting import StoreConnection
 from ..run.store import STORE_TIMEOUT_S, connect_store
-from ..weights.serving import WeightService
+from ..weights.serving import WEIGHTS, WeightService
 from ..weights.slot_updates import SlotUpdates
 from .rank import RankContext
 
@@ -77,7 +77,7 @@ class RemoteEngines:
         rank, topology = self._rank, self._rank.topology
         services = row_services(self._fleet.sockets)
         if rank.has_agents:
-            services |= WeightService(sync).services
+            services[WEIGHTS] = WeightService(sync).serve
         if rank.has_agents and topology.rank == 0:
             folder = self._fleet.folder / "model_of_agents"
             write_model(folder)
@@ -158,9 +158,8 @@ class RemoteEngines:
         else:
             return []
         members = msgspec.json.decode(store.get(key), type=Members)
-        if (
-            members.number < self.members.number
-        ):  # this rank followed a newer one between two meetings
+        # this rank followed a newer one between two meetings
+        if members.number < self.members.number:
             return []
         before, self.members = self.members, members
         pool, node, found = pool_of(store), self._rank.topology.node, []

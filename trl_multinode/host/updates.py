@@ -198,6 +198,14 @@ class Updates:
             needs_none = gather.is_local_main or not self._rank.needs_slots
             joined = needs_none or sync.join(place)
             sync.takes_turns = bool(gather.extremes(joined)[0])
+        self._settle_slots(wanted, transport, reason)
+
+    def _settle_slots(self, wanted: bool, transport: Transport, reason: str | None) -> None:
+        """Report whether every bucket has a slot of its own; if not, give back what this node has reserved for that.
+
+        Raises:
+            `WeightSyncError`: if agents need these slots.
+        """
         if self._rank.has_agents and not transport.staged:
             raise WeightSyncError(
                 f"{self._rank.topology}: agents pull the weights from a slot for each bucket, and a node has no room "
@@ -315,31 +323,37 @@ class Updates:
         Returns:
             `bool`: the same on every rank: whether all ranks must send the weights to engines that were lost.
         """
-        node = self._rank.topology.node
         with self._rank.phases("wait"):
             words = self._agreement.meet(" ".join([*map(str, lost), *self.remote.news()]))
         for key in [word for word in words if word.startswith(MEMBERS)]:
             words.remove(key)
             self._follow(key)
-        if not words:
-            return False
-        engines = lost_engines(words)
-        own = [engine for engine in engines if engine.node == node]
+        if words:
+            engines = lost_engines(words)
+            self._wait_for_restarts(engines)
+            self._renew({(engine.node, engine.index) for engine in engines})
+        return bool(words)
+
+    def _wait_for_restarts(self, lost: list[LostEngine]) -> None:
+        """Wait until the engines that any rank has lost are ready. Every rank calls it."""
+        own = [engine for engine in lost if engine.node == self._rank.topology.node]
         self._renewed = [engine.index for engine in own]
         with self._rank.phases("restart"):
             if self._fleet.restarts is not None:
                 for engine in own:
                     self._fleet.restarts.wait_for(engine.index, engine.start)
             self._agreement.meet()  # no rank waits in a collective while an engine starts
-        indices = []
+
+    def _renew(self, places: set[tuple[int, int]]) -> None:
+        """Connect to the engines of these nodes and indices there, which were started again."""
+        clients = self.engines or ()
+        indices = [
+            client.index for client in clients if (client.place.node, client.place.index) in places
+        ]
         if self.engines is not None:
-            lost_places = {(engine.node, engine.index) for engine in engines}
-            indices = self.engines.indices_of(lost_places)
-        if indices and self.engines is not None:
             self.engines.renew(indices)
-            if self.ahead_engines is not None:  # whose thread connects by itself
-                self.ahead_engines.renew_later(indices)
-        return True
+        if indices and self.ahead_engines is not None:  # whose thread connects by itself
+            self.ahead_engines.renew_later(indices)
 
     def lost_engines(self) -> list[LostEngine]:
         """Return each engine that this rank has lost, in any of its threads."""
@@ -422,19 +436,14 @@ class Updates:
             )
         is_first = version.update == 1
         if is_first:
-            # not in `start`, because DeepSpeed may shard the model later
-            keep_head_during_backward(base_of(self.model))
-            if self._rank.topology.rank == 0 and (line := unchecked(self.model)):
-                self._rank.report(line)
+            self._prepare_model()
         timings = self._sync.run(version)
         committed = version.update
         if is_first:
             timings.add(self._sync.settle())
         elif self._sync.staged:
             committed = 0  # the engines load it beside training
-        # the wait for the replies counts as sync
-        asked = EngineGroup(client for client in self.engines if not client.place.is_of_agent)
-        self.clocks.read(answers(asked.post_all(Await(min_update=committed))), len(asked))
+        self._read_clocks(self.engines, committed)
         if is_first:
             self._probe(self.engines)
         self._presence.activity.synced = True
@@ -443,6 +452,17 @@ class Updates:
             self.wait_for_engines()
             self.meet()
         return timings
+
+    def _read_clocks(self, engines: NodeEngines, committed: int) -> None:
+        """Read the clocks of this rank's engines, once they have committed an update; the wait counts as sync."""
+        asked = EngineGroup(client for client in engines if not client.place.is_of_agent)
+        self.clocks.read(answers(asked.post_all(Await(min_update=committed))), len(asked))
+
+    def _prepare_model(self) -> None:
+        """Prepare the model for its first sync. Not in `start`, because DeepSpeed may shard it later."""
+        keep_head_during_backward(base_of(self.model))
+        if self._rank.topology.rank == 0 and (line := unchecked(self.model)):
+            self._rank.report(line)
 
     def _probe(self, engines: NodeEngines) -> None:
         """Compare the log-probs of this node's engines with the trainer's. A collective of all ranks."""

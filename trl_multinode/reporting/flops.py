@@ -113,22 +113,7 @@ def text_flops(model: Any) -> ModelFlops:
     """Return the FLOPs of a model's language part: its decoder and the output layer, without a vision tower."""
     config = model.config.get_text_config()
     number, used = experts_of(config)
-    share = used / number if number else 1.0
-    head = getattr(model.get_output_embeddings(), "weight", None)
-    parts = {id(head), *map(id, model.get_decoder().parameters())}
-    # embeddings only look rows up, unless one is tied to the output layer
-    parts -= {
-        id(each.weight)
-        for each in model.modules()
-        if isinstance(each, torch.nn.Embedding) and each.weight is not head
-    }
-    per_token = sum(
-        (6.0 if parameter.requires_grad else 4.0)
-        * getattr(parameter, "ds_numel", parameter.numel())  # `numel` is 0 for a ZeRO-3 shard
-        * (share if ".experts." in name else 1.0)
-        for name, parameter in model.named_parameters()
-        if id(parameter) in parts
-    )
+    per_token = _flops_per_token(model, used / number if number else 1.0)
     found = {
         each: 6.0 * each.number * each.heads * (each.key_size + each.value_size)
         for each in layers_of(config).attention
@@ -137,3 +122,22 @@ def text_flops(model: Any) -> ModelFlops:
     per_square = sum(found.values())
     window = max((each.window for each in found), default=0)
     return ModelFlops(per_token, per_square, window, limited and limited / per_square)
+
+
+def _flops_per_token(model: Any, share: float) -> float:
+    """Return the FLOPs of the parameters, of which those of experts count by the `share` that a token uses."""
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    parts = {id(head), *map(id, model.get_decoder().parameters())}
+    # embeddings only look rows up, unless one is tied to the output layer
+    parts -= {
+        id(each.weight)
+        for each in model.modules()
+        if isinstance(each, torch.nn.Embedding) and each.weight is not head
+    }
+    return sum(
+        (6.0 if parameter.requires_grad else 4.0)
+        * getattr(parameter, "ds_numel", parameter.numel())  # `numel` is 0 for a ZeRO-3 shard
+        * (share if ".experts." in name else 1.0)
+        for name, parameter in model.named_parameters()
+        if id(parameter) in parts
+    )

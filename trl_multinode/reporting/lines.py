@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -231,9 +232,8 @@ def node_table(logs: Mapping[str, object], step: int) -> Group | None:
     marked_first = sorted(nodes, key=lambda node: not off[node])
     lines: list[Table | Text | str] = [table]
     for node in sorted(marked_first[:MOST_ROWS]):
-        row = nodes[node]
-        cells = [_cell(row, name, over[node].get(name, 1.0), name in off[node]) for name in columns]
-        table.add_row(str(node), *cells)
+        cell = partial(_cell, nodes[node], over[node], off[node])
+        table.add_row(str(node), *map(cell, columns))
         if off[node]:
             lines.append(_note(node, off[node]))
     if len(nodes) > MOST_ROWS:
@@ -242,7 +242,7 @@ def node_table(logs: Mapping[str, object], step: int) -> Group | None:
     return Group(*lines)
 
 
-def _cell(row: dict[str, float], name: str, over: float, is_marked: bool) -> Text:
+def _cell(row: dict[str, float], over: dict[str, float], why: dict[str, str], name: str) -> Text:
     if name not in row:
         return Text("")
     if name in SHARES:
@@ -251,7 +251,9 @@ def _cell(row: dict[str, float], name: str, over: float, is_marked: bool) -> Tex
         text = in_seconds(row[name])
     else:
         text = short(row[name])
-    return Text(f"{text} ({over:.1f} x)", style="bold red") if is_marked else Text(text)
+    if name not in why:
+        return Text(text)
+    return Text(f"{text} ({over[name]:.1f} x)", style="bold red")
 
 
 def _note(node: int, why: dict[str, str]) -> Text:

@@ -9,12 +9,12 @@ import psutil
 import torch
 
 from ..rollouts.generation import NodeGeneration
-from ..rollouts.staleness import StalenessMeter, summarize_rounds
+from ..rollouts.staleness import StalenessMeter, column, summarize_rounds
 from ..run.reporter import report
 from ..run.splits import StepTimes, split_advice
-from ..weights.timings import SyncTimings, sync_metrics
+from ..weights.timings import STAGES, SyncTimings, sync_metrics
 from .flops import ModelFlops, model_flops, peak_flops
-from .metrics import RankNumbers, RunShape, StepSums, merged, pool_measure, step_metrics
+from .metrics import NUMBERS, RankNumbers, RunShape, pool_measure, step_metrics
 
 ADVICE_AT_STEP = 5
 GIB = 2**30
@@ -103,32 +103,34 @@ class StepReport:
             *host.phases.take_sums(),
             *sync.stages(),
             *rounds.values(),
-            *astuple(self._take_step()),
+            *self._take_step(),
         ]
         rows = self._accelerator.gather(
             torch.tensor([mine], device=self._accelerator.device)
         ).tolist()
-        ranks = [RankNumbers.of(row) for row in rows]
+        ranks = [dict(zip(NUMBERS, row, strict=True)) for row in rows]
         self._num_logs += 1
         self._advise(ranks, steps)
-        idle = [rank.phases["generate"] + rank.phases["wait"] for rank in ranks]
+        idle = [rank["generate"] + rank["wait"] for rank in ranks]
+        stages = [[rank[name] for name in STAGES] for rank in ranks]
         return {
             **step_metrics(ranks, steps, self._shape),
             **self._eta(ranks, steps, steps_left),
-            **summarize_rounds([rank.rounds for rank in ranks], idle),
-            **sync_metrics(sync, [rank.stages for rank in ranks], host.topology),
+            **summarize_rounds(ranks, idle),
+            **sync_metrics(sync, stages, host.topology),
             **self._host_device_traffic(sync),
             **self._pool(ranks),
         }
 
-    def _take_step(self) -> StepSums:
+    def _take_step(self) -> tuple[float, ...]:
+        """Return the last of `NUMBERS`, which this object measures."""
         now = time.perf_counter()
         since, self._since = now if self._since is None else self._since, now
         counts, self._counts = self._counts, None
         tokens, squares, trained = (0.0, 0.0, 0.0) if counts is None else counts.tolist()
         gpu_gib, gpu_share = gpu_memory(self._accelerator.device)
         host_gib = psutil.Process().memory_info().rss / GIB
-        return StepSums(now - since, tokens, squares, trained, gpu_gib, gpu_share, host_gib)
+        return now - since, tokens, squares, trained, gpu_gib, gpu_share, host_gib
 
     def _host_device_traffic(self, sync: SyncTimings) -> dict[str, float]:
         """Return what the last sync moved between a node's GPUs and its memory; nothing if it moved nothing there.
@@ -158,7 +160,7 @@ class StepReport:
     def _eta(self, ranks: list[RankNumbers], steps: int, steps_left: int) -> dict[str, float]:
         """Return the seconds until the last step at the mean speed since the first log."""
         seconds, count = self._timed
-        seconds, count = seconds + max(rank.step.wall_s for rank in ranks), count + steps
+        seconds, count = seconds + max(column(ranks, "interval_s")), count + steps
         if self._num_logs > 1:
             self._timed = seconds, count
         return {"perf/eta_s": seconds / count * max(0, steps_left)}
@@ -175,7 +177,7 @@ class StepReport:
         # one split is no advice for nodes that differ, or beside the engines of agents
         is_alike = len(set(host.topology.nodes)) == 1 and host.settings.min_engines is None
         if host.topology.rank == 0 and is_alike:
-            times = merged(rows, fmean)
+            times = StepTimes(*map(fmean, zip(*map(astuple, rows), strict=True)))
             shape, count = host.topology.nodes[0], host.topology.num_nodes
             staleness = host.settings.max_staleness
             report(split_advice(times, shape.ranks, shape.reserved, staleness, count))
@@ -183,12 +185,12 @@ class StepReport:
     def _step_times(self, ranks: list[RankNumbers], steps: int) -> StepTimes:
         """Return the slowest rank's seconds per step of an interval."""
         engines = max(1, len(self._host.updates.clocks.seconds))
-        slowest = max((rank.rounds for rank in ranks), key=lambda rounds: rounds["engine_busy_s"])
-        generate_s = max(rank.phases["generate"] for rank in ranks) / steps
+        slowest = max(ranks, key=lambda rank: rank["engine_busy_s"])
+        generate_s = max(column(ranks, "generate")) / steps
         # with rounds ahead a rank measures only its waits; the engines' clocks measure all generation
         if self._host.settings.max_staleness > 0:
             generate_s = slowest["engine_busy_s"] / engines / steps
-        train_s = max(rank.phases["train"] for rank in ranks) / steps
+        train_s = max(column(ranks, "train")) / steps
         tail_s = min(generate_s, slowest["engine_tail_s"] / engines / steps)
         return StepTimes(generate_s, train_s, tail_s)
 

@@ -98,7 +98,7 @@ class Group:
     def rows(self) -> list[Rollout]:
         """Completions of a complete group, those of all turns."""
         if self.recorded is not None:
-            return [row for turn in self.recorded.turns for row in turn.rows]
+            return self.recorded.rows
         rows = [row for row in self.rollouts if row is not None]
         assert len(rows) == len(self.rollouts), f"group {self.id} is not complete"
         return rows

@@ -221,9 +221,7 @@ class LossScores:
         pairs = list(zip(sums, extremes, strict=True))
         values = {
             f"{LOGGED[0]}/mean": sum(differences) / len(differences),
-            f"{LOGGED[0]}/max": max(
-                most.difference if one.compared else 0.0 for one, most in pairs
-            ),
+            f"{LOGGED[0]}/max": max(0.0, *(most.difference for most in extremes)),
             f"{LOGGED[1]}/min": min(
                 -most.minus_ratio if one.of_ratio else 0.0 for one, most in pairs
             ),
@@ -266,14 +264,11 @@ def importance_ratio(
     if mode.startswith("sequence_"):
         logs = logs.sum(-1, keepdim=True)
     ratio = logs.exp()
+    low = -torch.inf if low is None else low
+    high = torch.inf if high is None else high
     if mode.endswith("_truncate"):
         return ratio.clamp(low, high)
-    outside = torch.zeros_like(ratio, dtype=torch.bool)
-    if low is not None:
-        outside |= ratio < low
-    if high is not None:
-        outside |= ratio > high
-    return ratio.masked_fill(outside, 0.0)
+    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
 def _known(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

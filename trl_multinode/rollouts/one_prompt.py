@@ -35,12 +35,12 @@ def check_one_prompt(accelerator: Any, inputs: Batch, group_size: int) -> None:
     if not len(odd):
         return
     group, place = odd[0].tolist()
-    rows = [group * group_size - first, group * group_size + place - first]
+    one, other = group * group_size, group * group_size + place
+    of_rank = dict(enumerate(prompts, first))
     found = [
-        repr(shown(prompts[row])) if 0 <= row < len(prompts) else "another rank's prompt"
-        for row in rows
+        repr(shown(of_rank[row])) if row in of_rank else "another rank's prompt"
+        for row in (one, other)
     ]
-    one, other = (row + first for row in rows)
     raise ConfigurationError(
         f"The rows of a group must have one prompt, but in this round row {one} has {found[0]} and row "
         f"{other} has {found[1]}. The ranks have different data, or another order of it: shuffle with a seed, "

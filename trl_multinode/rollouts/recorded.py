@@ -145,29 +145,37 @@ class Recorded:
     pools: list[Any] = field(default_factory=list)
 
     @property
+    def rows(self) -> list[Rollout]:
+        """Completions of all turns."""
+        return [row for turn in self.turns for row in turn.rows]
+
+    @property
     def first_turn(self) -> Turn:
         """The first completion of each row, with which the row that is trained begins.
 
         A `rollout_func` may generate more rows than it returns, so for one these are all tokens of its rows, and none
         if it has not asked an engine.
         """
-        parts = None if self.output is None else self.output.get(PART)
-        if not self.turns and parts is None:
-            return Turn([], [])
         if self.output is None:
-            return self.turns[0]
-        made = [row.version for turn in self.turns for row in turn.rows]
-        # sessions without calls are rows of the round too, and have no tokens here
-        version = min(made, default=WeightVersion(sys.maxsize))
-        tokens = [np.asarray(ids, np.int32) for ids in self.output["completion_ids"]]
-        if parts is not None:
+            return self.turns[0] if self.turns else Turn([], [])
+        # sessions without calls are rows of the round too
+        if self.turns or self.output.get(PART) is not None:
+            return self._turn_of(self.output)
+        return Turn([], [])
+
+    def _turn_of(self, output: dict[str, Any]) -> Turn:
+        made = self.rows
+        # rows of sessions without calls have no tokens here
+        version = min((row.version for row in made), default=WeightVersion(sys.maxsize))
+        tokens = [np.asarray(ids, np.int32) for ids in output["completion_ids"]]
+        if (parts := output.get(PART)) is not None:
             # behind the first row of a session, the tokens have other ones before them than those before them here
             lengths = [of_row.count(0) if made else 0 for of_row in parts]
             tokens = [ids[:length] for ids, length in zip(tokens, lengths, strict=True)]
         rows = [Rollout(ids, np.zeros(len(ids), np.float32), version, 0) for ids in tokens]
         # those with which TRL scores the rows
         images: Images = [images_of(row) for row in self.inputs]
-        return Turn(self.output["prompt_ids"], rows, images if len(images) == len(rows) else None)
+        return Turn(output["prompt_ids"], rows, images if len(images) == len(rows) else None)
 
 
 def joined_loop(loops: Iterable[ToolLoop]) -> ToolLoop:

@@ -1,12 +1,12 @@
 """Calls of reward functions: a limit for one that does not return, a look at what it returns, rewards that are NaN."""
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from trl.trainer.utils import is_async_callable
 
 from ..libraries import replaced
 from ..run.reporter import warn
@@ -66,7 +66,7 @@ class RewardCalls(UserCalls):
                 rewards = await call.coroutine
             return checked(rewards, len(kwargs["prompts"]))
 
-        return _calculate_rewards_async if is_async(function) else _calculate_rewards
+        return _calculate_rewards_async if is_async_callable(function) else _calculate_rewards
 
     # ---- NaN --------------------------------------------------------------------------------------------------------
 
@@ -107,12 +107,3 @@ class RewardCalls(UserCalls):
 def reward_call(name: str, **fields: Any) -> Call:
     """Return the call of the reward function `name`, with these fields of [`Call`]."""
     return Call(f"the reward function `{name}`", **fields)
-
-
-def is_async(function: Any) -> bool:
-    """Return whether TRL awaits a reward function."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        type(function).__call__
-    )

@@ -144,17 +144,18 @@ class Rounds:
         # the prompts of whole rollouts are made later, in their groups
         if any(prompts):
             check_lengths(generation, prompts)
-        seeds = generation.seeds.of_round("train", number, len(batch))
-        limit = generation.max_completion_length
-        due = self._due(number)
-        rows = [slice(start, start + self._size) for start in range(0, len(batch), self._size)]
-        return [
-            Group(
-                number, place, batch[part], prompts[part], due, self._number, version.update,
-                seeds=None if seeds is None else seeds[part], max_tokens=limit,
-            )
-            for place, part in enumerate(rows)
-        ]  # fmt: skip
+        limit, due = generation.max_completion_length, self._due(number)
+        groups = []
+        for place, start in enumerate(range(0, len(batch), self._size)):
+            rows = slice(start, start + self._size)
+            seeds = generation.seeds.of_group("train", number, start, self._size, len(batch))
+            groups.append(
+                Group(
+                    number, place, batch[rows], prompts[rows], due, self._number, version.update,
+                    seeds=seeds.of_call(prompts[rows]), max_tokens=limit,
+                )
+            )  # fmt: skip
+        return groups
 
     def _due(self, number: int) -> int:
         """Return the last round that may train the groups of round `number`."""

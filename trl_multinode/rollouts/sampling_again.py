@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from trl.trainer.utils import nanstd
 
 from ..errors import RolloutError
 from .groups import Group
@@ -134,7 +135,7 @@ class SamplingAgain:
         )
 
     def _count(self, recorded: Recorded, dropped: bool) -> None:
-        tokens = sum(len(row.tokens) for turn in recorded.turns for row in turn.rows)
+        tokens = sum(len(row.tokens) for row in recorded.rows)
         self._meter.add(sampled_groups=1, sampled_tokens=tokens)
         if dropped:
             self._meter.add(dropped_groups=1, dropped_tokens=tokens)
@@ -163,23 +164,15 @@ def are_flat(rewards: torch.Tensor, weights: torch.Tensor, aggregation: str) -> 
     unscorable = rewards.isnan().all(dim=2)
     if aggregation == "normalize_then_sum":
         rewards = rewards.double()
-        mean, std = _moments(rewards)
-        rewards = (rewards - mean) / (std + TRLS_EPSILON)
+        deviations = rewards - rewards.nanmean(dim=1, keepdim=True)
+        rewards = deviations / (nanstd(rewards, dim=1, keepdim=True) + TRLS_EPSILON)
     total = (rewards * weights).nansum(dim=2).masked_fill(unscorable, torch.nan)
     # in float32, equal rewards of 100.3 have one of 7e-6
-    std = _moments(total.double())[1].squeeze(1)
+    std = nanstd(total.double(), dim=1)
     first = total.gather(1, (~unscorable).int().argmax(dim=1, keepdim=True))
     # infinite ones, and single ones, have no standard deviation
     equal = (total.eq(first) | unscorable).all(dim=1)
     return equal | (std <= TOLERANCE)
-
-
-def _moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mean and standard deviation without NaN, as TRL's `nanstd`: NaN for fewer than two values."""
-    mean = values.nanmean(dim=1, keepdim=True)
-    count = (~values.isnan()).sum(dim=1, keepdim=True)
-    squares = (values - mean).square().nansum(dim=1, keepdim=True)
-    return mean, (squares / (count - 1)).sqrt().masked_fill(count < 2, torch.nan)
 
 
 def drawn_index(seed: int, number: int, place: int, attempt: int, num_rows: int) -> int:

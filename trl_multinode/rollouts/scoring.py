@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from trl.trainer.utils import is_async_callable
 
 from ..errors import ConfigurationError, RolloutError
 from ..images import may_have_images
@@ -16,7 +17,7 @@ from ..run.endings.error_text import described
 from ..run.reporter import report
 from .recorded import Recorded, Scores
 from .reward_call import Call, as_rewards, with_rows
-from .rewards import is_async, reward_call
+from .rewards import reward_call
 from .scoring_pool import ScoringPool, is_importable, without_partial
 from .user_calls import UserCalls
 
@@ -89,7 +90,7 @@ class GroupScorer:
         limits_time_inside = comes_with_trl and name == COSINE
         if isinstance(function, torch.nn.Module) or name in self._with_batch or limits_time_inside:
             return WITH_BATCH
-        if is_async(function):
+        if is_async_callable(function):
             return ON_LOOP
         if comes_with_trl and name in NEED_MAIN_THREAD:
             return IN_PROCESS

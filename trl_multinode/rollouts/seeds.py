@@ -76,18 +76,11 @@ class RowSeeds:
         for prompt in prompts:
             row = self._row_of(prompt, rows)
             rows.append(row)
-            first = self._first(self._round, self._turns[row], num_rows)
+            first = self._first(self._turns[row]) + self._rank * num_rows
             seeds.append(first + self._first_row + row)
             self._turns[row] += 1
         self._asked = list(zip(rows, prompts, strict=True))
         return seeds
-
-    def of_round(self, mode: str, number: int, num_rows: int) -> list[int] | None:
-        """Return the seeds that `of_call` returns for all rows in the first call of that round."""
-        if self._seed is None:
-            return None
-        first = self._first((mode, number), 0, num_rows)
-        return list(range(first, first + num_rows))
 
     def add_completions(self, completions: Sequence[list[int]]) -> None:
         """Record the completions of the last `of_call`; later calls recognize their rows by them."""
@@ -105,9 +98,10 @@ class RowSeeds:
         self._num_new += 1
         return (self._num_new - 1) % self._round_rows
 
-    def _first(self, round_: tuple[str, int], turn: int, num_rows: int) -> int:
-        digest = hashlib.blake2b(f"{self._seed}/{round_}/{turn}".encode(), digest_size=5).digest()
-        return int.from_bytes(digest, "little") + self._rank * num_rows
+    def _first(self, turn: int) -> int:
+        """Return the seed of row 0 of rank 0."""
+        text = f"{self._seed}/{self._round}/{turn}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "little")
 
 
 def begins_with(tokens: list[int], start: list[int]) -> bool:

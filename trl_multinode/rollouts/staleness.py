@@ -77,6 +77,13 @@ RATIOS = {
     "dynamic_sampling/extra_tokens": ("dropped_tokens", "sampled_tokens"),
 }
 
+# Metrics that are the greatest number of any rank, left out where the sum of the other one is 0
+GREATEST = {
+    "engine/kv_use": ("engine_kv_use", "engine_kv_use"),
+    "staleness/rounds_max": ("lag_rounds_max", "rounds"),
+    "staleness/steps_max": ("lag_steps_max", "rounds"),
+}
+
 RoundSums = dict[str, float]  # by the names of `SUMS`
 
 
@@ -194,6 +201,11 @@ class StalenessMeter:
         return sums
 
 
+def column(ranks: list[RoundSums], name: str) -> list[float]:
+    """Return one number of every rank."""
+    return [rank[name] for rank in ranks]
+
+
 def summarize_rounds(ranks: list[RoundSums], idle_s: list[float]) -> dict[str, float]:
     """Compute the metrics for `Trainer.log`.
 
@@ -203,7 +215,7 @@ def summarize_rounds(ranks: list[RoundSums], idle_s: list[float]) -> dict[str, f
         idle_s (`list[float]` of shape `(world_size,)`):
             Seconds in which a rank waited for completions or for other ranks before a sync.
     """
-    total = {name: sum(rank[name] for rank in ranks) for name in SUMS}
+    total = {name: sum(column(ranks, name)) for name in SUMS}
     wall = total["wall_s"] or 1.0
     metrics = {
         "perf/hidden_share": max(0.0, total["ahead_s"] - total["waited_s"]) / wall,
@@ -212,23 +224,15 @@ def summarize_rounds(ranks: list[RoundSums], idle_s: list[float]) -> dict[str, f
     for name, (part, whole) in RATIOS.items():
         if total[whole]:
             metrics[name] = total[part] / total[whole]
+    for name, (greatest, needed) in GREATEST.items():
+        if total[needed]:
+            metrics[name] = max(column(ranks, greatest))
     if total["engine_clock_s"]:
         metrics["engine/restarts"] = total["engine_restarts"]
     if total["weights_squared"]:  # gathered in float32, in which small squares are 0
         metrics["staleness/effective_sample_size"] = total["weights"] ** 2 / (
             total["tokens"] * total["weights_squared"]
         )
-    return metrics | _largest(ranks, total)
-
-
-def _largest(ranks: list[RoundSums], total: RoundSums) -> dict[str, float]:
-    largest = {name: max(rank[name] for rank in ranks) for name in SUMS}
-    metrics = {}
-    if largest["engine_kv_use"]:
-        metrics["engine/kv_use"] = largest["engine_kv_use"]
-    if total["rounds"]:
-        metrics["staleness/rounds_max"] = largest["lag_rounds_max"]
-        metrics["staleness/steps_max"] = largest["lag_steps_max"]
     if total["swaps"]:  # every rank counts every swap
-        metrics["in_flight/swapped_rows"] = total["swapped_rows"] / largest["swaps"]
+        metrics["in_flight/swapped_rows"] = total["swapped_rows"] / ranks[0]["swaps"]
     return metrics

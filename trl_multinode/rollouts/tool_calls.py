@@ -8,6 +8,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from typing import Any
 
+from trl.trainer.utils import get_callable_name
+
 from ..errors import RolloutError
 from ..libraries import replaced
 from ..run.endings.error_text import described
@@ -16,10 +18,7 @@ from .user_calls import UserCalls
 
 
 class ToolFailed(BaseException):
-    """Carrier of a [`RolloutError`] through TRL's tool loop, which gives every `Exception` to the model."""
-
-    def __init__(self, error: RolloutError):
-        self.error = error
+    """Carries a [`RolloutError`] through TRL's tool loop, which gives every `Exception` to the model."""
 
 
 class ToolCalls(UserCalls):
@@ -180,7 +179,7 @@ class ToolCalls(UserCalls):
         """Return a `rollout_func` that is named in its errors, with these rows; `None` without one."""
         if rollout_func is None:
             return None
-        what = f"`rollout_func` ({name_of(rollout_func)})"
+        what = f"`rollout_func` ({get_callable_name(rollout_func)})"
         rows = f", for rows {first_row} to {first_row + num_rows - 1} of this rank"
 
         def call_rollout(*args: Any) -> Any:
@@ -196,7 +195,8 @@ def unwrapped() -> Iterator[None]:
     try:
         yield
     except ToolFailed as failed:
-        raise failed.error from failed.error.__cause__
+        (error,) = failed.args
+        raise error from error.__cause__
 
 
 def accepts(tool: Callable, arguments: dict[str, Any]) -> bool:
@@ -216,8 +216,3 @@ def is_ctrl_c(error: BaseException) -> bool:
         isinstance(error, KeyboardInterrupt)
         and threading.current_thread() is threading.main_thread()
     )
-
-
-def name_of(function: Callable) -> str:
-    """Return the name of a function, or the class of another callable."""
-    return function.__name__ if inspect.isfunction(function) else type(function).__name__

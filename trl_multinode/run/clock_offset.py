@@ -8,19 +8,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+
+from torch.distributed import Store
 
 from .topology import Topology
-
-if TYPE_CHECKING:
-    from .store import Store
 
 EXCHANGES = 3  # the one with the shortest round trip counts
 LONGEST_WAIT = timedelta(seconds=5)  # for a rank that has just left the same meeting
 
 
 def clock_offset(
-    topology: Topology, store: "Store", now: Callable[[], float] = time.time
+    topology: Topology, store: Store, now: Callable[[], float] = time.time
 ) -> float | None:
     """Return the seconds by which this node's clock is ahead of node 0's. Every rank calls it, right after a meeting.
 
@@ -46,14 +44,14 @@ def clock_offset(
     return None
 
 
-def _serve(topology: Topology, store: "Store", now: Callable[[], float]) -> None:
+def _serve(topology: Topology, store: Store, now: Callable[[], float]) -> None:
     for node in range(1, topology.num_nodes):
         for number in range(EXCHANGES):
             _read(store, f"clock/{node}/{number}/question")
             store.set(f"clock/{node}/{number}/answer", repr(now()))
 
 
-def _ask(node: int, store: "Store", now: Callable[[], float]) -> float:
+def _ask(node: int, store: Store, now: Callable[[], float]) -> float:
     """Return the offset by the exchange with the shortest round trip."""
     found = []
     for number in range(EXCHANGES):
@@ -65,6 +63,6 @@ def _ask(node: int, store: "Store", now: Callable[[], float]) -> float:
     return min(found)[1]
 
 
-def _read(store: "Store", key: str) -> bytes:
+def _read(store: Store, key: str) -> bytes:
     store.wait([key], LONGEST_WAIT)
     return store.get(key)

@@ -8,7 +8,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import DiskError
@@ -42,11 +42,13 @@ def as_disk_error(error: BaseException, folders: Mapping[str, Path]) -> BaseExce
     """
     if isinstance(error, DiskError):
         return error
-    for each in _chain(error):
+    each: BaseException | None = error
+    while each is not None:
         if state := _state_of_disk(each):
-            return _named(error, state, _path_of(each) or _nearly_full(folders) or _all(folders))
-        if _says(each, VAGUE) and (places := _nearly_full(folders)):
-            return _named(error, "full", places)
+            return _named(error, state, _file_of(each) or _nearly_full(folders) or folders)
+        if _says(each, VAGUE) and (full := _nearly_full(folders)):
+            return _named(error, "full", full)
+        each = each.__cause__ or each.__context__
     return error
 
 
@@ -62,41 +64,31 @@ def _says(error: BaseException, words: Sequence[str]) -> bool:
     return any(word in text for word in words)
 
 
-def _named(error: BaseException, state: str, places: list[str]) -> DiskError:
-    where = "; ".join(places)
+def _named(error: BaseException, state: str, paths: Mapping[str, Path]) -> DiskError:
+    """Return the error for a disk on which these paths are, by the settings that name them."""
+    where = "; ".join(
+        f"{path}{setting and f' ({setting})'}, {_free(path)} bytes free"
+        for setting, path in paths.items()
+    )
     return DiskError(
         f"A file could not be written, because the disk is {state}: {where} ({described(error)}). Free "
         "some space, or choose another folder, and launch again; older checkpoints are whole."
     )
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _path_of(error: BaseException) -> list[str]:
-    """Return the path that an `OSError` names."""
+def _file_of(error: BaseException) -> dict[str, Path]:
+    """Return the path that an `OSError` names, which belongs to no setting."""
     name = getattr(error, "filename", None)
-    return _all({"": Path(os.fsdecode(name))}) if isinstance(name, str | bytes) else []
+    return {"": Path(os.fsdecode(name))} if isinstance(name, str | bytes) else {}
 
 
-def _nearly_full(folders: Mapping[str, Path]) -> list[str]:
+def _nearly_full(folders: Mapping[str, Path]) -> dict[str, Path]:
     found = {}
     for setting, path in folders.items():
         free = _free(path)
         if free is not None and free < NEARLY_FULL:
             found[setting] = path
-    return _all(found)
-
-
-def _all(folders: Mapping[str, Path]) -> list[str]:
-    """Return each folder with its setting and its free bytes."""
-    return [
-        f"{path}{setting and f' ({setting})'}, {_free(path)} bytes free"
-        for setting, path in folders.items()
-    ]
+    return found
 
 
 def _free(path: Path) -> int | None:

@@ -32,14 +32,11 @@ class Disagreement:
     nodes: dict[int, int]  # rank -> its node
 
     def __str__(self) -> str:
-        found = ", ".join(
-            f"{value} on {self._places(ranks)}" for value, ranks in self.values.items()
-        )
-        return f"{self.name} ({found})"
-
-    def _places(self, ranks: Sequence[int]) -> str:
-        nodes = sorted({self.nodes[rank] for rank in ranks})
-        return f"{_named('rank', ranks)} of {_named('node', nodes)}"
+        found = []
+        for value, ranks in self.values.items():
+            nodes = sorted({self.nodes[rank] for rank in ranks})
+            found.append(f"{value} on {_named('rank', ranks)} of {_named('node', nodes)}")
+        return f"{self.name} ({', '.join(found)})"
 
 
 class Facts:

@@ -1,12 +1,11 @@
 """Phase lines of one rank on disk, for timelines. A run never ends because one cannot be written."""
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
-from ..wire.line_file import LineFile
+from ..wire.line_file import LineFile, last_lines
 from .reporter import warn
 
 
@@ -39,23 +38,26 @@ class PhaseFile(LineFile):
         evaluation: bool = False,
     ) -> None:
         """Keep the line of a phase for the next `flush`."""
-        line = {
+        line: dict[str, Any] = {
             "phase": phase, "start": round(start, 6), "seconds": round(seconds, 6), "total": round(total, 6),
-            "step": step, "node": self._node, "attempt": self.attempt, "clock_offset": self.clock_offset,
+            "step": step,
         }  # fmt: skip
-        self._lines.append(line | {"evaluation": True} if evaluation else line)
+        if evaluation:
+            line["evaluation"] = True
+        self._keep(line)
 
     def mark(self, text: str) -> None:
         """Keep the line of an event that happens now for the next `flush`. Any thread calls it."""
-        self._lines.append(
-            {
-                "mark": text,
-                "start": round(time.time(), 6),
-                "node": self._node,
-                "attempt": self.attempt,
-                "clock_offset": self.clock_offset,
-            }
-        )
+        self._keep({"mark": text, "start": round(time.time(), 6)})
+
+    def _keep(self, line: dict[str, Any]) -> None:
+        """Add the fields that all lines of this rank have, and keep the line."""
+        own = {
+            "node": self._node,
+            "attempt": self.attempt,
+            "clock_offset": self.clock_offset,
+        }
+        self._lines.append(line | own)
 
     def flush(self) -> None:
         """Write the lines since the last call. After an error, warn once, drop them, and try again with the next ones.
@@ -77,10 +79,7 @@ class PhaseFile(LineFile):
 def last_attempt(path: Path) -> int:
     """Return the number of the attempt in the last line of a file of phases; 0 if there is none."""
     try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.path.getsize(path) - 4096))
-            lines = file.read().splitlines()
-        return int(json.loads(lines[-1])["attempt"])
+        return int(json.loads(last_lines(path)[-1])["attempt"])
     # no file, half a line, or a line of an earlier version
     except (
         OSError,

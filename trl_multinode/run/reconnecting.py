@@ -11,9 +11,7 @@ from typing import Any, ClassVar, cast
 
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 
-from ..errors import PeerFailureError
 from ..wire.sockets import notice_cuts
-from .limits import file_limit_cure
 from .reporter import report
 from .topology import Topology
 
@@ -71,7 +69,10 @@ class StoreConnection:
             wait_for_workers=False,
         )
         client.set_timeout(timedelta(seconds=self._timeout_s))
-        keep_alive(self._address[1], self.limit_s)
+        # between two meetings a connection is idle for as long as a step takes. A firewall may forget it without a
+        # reset, and a call would then wait for a quarter of an hour
+        for end in connections_to(self._address[1]):
+            notice_cuts(end, self.limit_s)
         return client
 
     def _connect_again(self, failed: Store, error: DistNetworkError) -> None:
@@ -97,16 +98,6 @@ class StoreConnection:
                     if time.monotonic() - start > self.limit_s:
                         raise error from None
                     time.sleep(RETRY_S)
-
-
-def keep_alive(port: int, limit_s: float) -> None:
-    """Let the kernel probe this process's connections to `port` while they are idle, and end those that are dead.
-
-    Between two meetings a connection is idle for as long as a step takes. A firewall may forget it without a reset,
-    and a call would then wait for a quarter of an hour.
-    """
-    for end in connections_to(port):
-        notice_cuts(end, limit_s)
 
 
 def connections_to(port: int) -> Iterator[socket.socket]:
@@ -147,20 +138,3 @@ def prefixed(prefix: str, store: Store) -> Store:
     if not isinstance(store, ReconnectingStore):
         return PrefixStore(prefix, store)
     return cast(Store, ReconnectingStore(store.connection, f"{store.prefix}/{prefix}"))
-
-
-def open_store(
-    address: tuple[str, int], prefix: str, topology: Topology, timeout_s: float
-) -> Store:
-    """Open a client of the run's store, whose keys begin with a prefix. [`StoreConnection`] has the other arguments.
-
-    Raises:
-        `PeerFailureError`: if it cannot be reached; the message has the cure for a lack of file descriptors.
-    """
-    try:
-        return cast(Store, ReconnectingStore(StoreConnection(address, topology, timeout_s), prefix))
-    except DistNetworkError as error:
-        raise PeerFailureError(
-            f"{topology} cannot connect to the run's store at {address[0]}:{address[1]}: "
-            f"{str(error).splitlines()[0]}. {file_limit_cure(topology.world_size)}."
-        ) from error

@@ -37,12 +37,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from torch.distributed import HashStore, Store
+from torch.distributed import DistNetworkError, HashStore, Store
 
+from ..errors import PeerFailureError
 from .endings.fatal import Fatal, store_gone
-from .reconnecting import open_store, prefixed
+from .limits import file_limit_cure
+from .reconnecting import ReconnectingStore, StoreConnection, prefixed
 from .reporter import report
 from .topology import Topology
 
@@ -66,13 +68,23 @@ def connect_store(topology: Topology, run: int | None) -> Store:
             Topology of this rank.
         run (`int`, *optional*):
             Number of the trainer in this process; it separates the keys of several trainers. `None`: the process's.
+
+    Raises:
+        `PeerFailureError`: if it cannot be reached; the message has the cure for a lack of file descriptors.
     """
     if topology.world_size == 1:
         return HashStore()
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"trl_multinode/{attempt}" + ("" if run is None else f"/{run}")
-    return open_store(address, prefix, topology, STORE_TIMEOUT_S)
+    try:
+        connection = StoreConnection(address, topology, STORE_TIMEOUT_S)
+    except DistNetworkError as error:
+        raise PeerFailureError(
+            f"{topology} cannot connect to the run's store at {address[0]}:{address[1]}: "
+            f"{str(error).splitlines()[0]}. {file_limit_cure(topology.world_size)}."
+        ) from error
+    return cast(Store, ReconnectingStore(connection, prefix))
 
 
 def when_written(store: Store, key: str, waiting: str) -> str:
@@ -100,6 +112,7 @@ class RunStore:
 
     def __init__(self, topology: Topology, store: Store):
         self.topology = topology
+        self.alone = topology.world_size == 1  # a single process waits for no other rank
         self._store = store
         self._is_given_up = False
 
@@ -117,11 +130,6 @@ class RunStore:
             with suppress(RuntimeError):
                 return use(self._store)
         return None
-
-    @property
-    def alone(self) -> bool:
-        """Return whether the run is a single process, which waits for no other rank."""
-        return self.topology.world_size == 1
 
     def give_up(self) -> None:
         """Stop using the store, because it does not respond. Calls that have begun go on."""

@@ -202,11 +202,7 @@ def assign_engines(
     # on AMD, torch counts ROCR_VISIBLE_DEVICES where CUDA_VISIBLE_DEVICES hides more
     num_gpus = len(names)
     training = range(min(topology.local_world_size, num_gpus))
-    chosen = (
-        list(requested)
-        if requested is not None
-        else [i for i in range(num_gpus) if i not in training]
-    )
+    chosen = list(range(len(training), num_gpus) if requested is None else requested)
     _check_chosen(topology, chosen, names, environ)
     count = len(chosen) // tensor_parallel_size if num_engines is None else num_engines
     _check_counts(topology, chosen, count, tensor_parallel_size)

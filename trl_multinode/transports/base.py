@@ -10,7 +10,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -35,9 +34,8 @@ class Machine:
 
     gpu: str | None  # "NVIDIA" or "AMD"; `None`: the engines run on the CPU
     shared: bool = False  # an engine uses the local main process's GPU too
-    peer_access: bool = (
-        False  # every other GPU of the engines can read the memory of the local main process's GPU
-    )
+    # every other GPU of the engines can read the memory of the local main process's GPU
+    peer_access: bool = False
 
 
 @dataclass
@@ -150,7 +148,8 @@ class OpenedSlots:
         assert self._signals is not None
         self._signals.wait(bucket)
         start = time.perf_counter()
-        with nullcontext() if reader is None else torch.cuda.stream(self._stream):
+        # `None` on a CPU, which changes nothing
+        with torch.cuda.stream(self._stream):
             tensors = self.take(bucket % len(self._slots), self._buckets[bucket])
         if reader is not None:
             for _, tensor in tensors:
@@ -224,12 +223,10 @@ class Slots(ABC):
     # opens the workers' end: from that message, the size of each slot in bytes, the worker's device, and its index in
     # its engine
     opened_as: ClassVar[Callable[..., OpenedSlots]]
-    needs_all_engines: ClassVar[bool] = (
-        False  # whether it cannot send while an engine of the node is lost
-    )
-    engines_see_sender: ClassVar[bool] = (
-        False  # whether an engine's visible GPUs include the local main process's
-    )
+    # whether it cannot send while an engine of the node is lost
+    needs_all_engines: ClassVar[bool] = False
+    # whether an engine's visible GPUs include the local main process's
+    engines_see_sender: ClassVar[bool] = False
     warning: str | None = None  # reason why the slots are slower than they could be, with the cure
 
     @abstractmethod

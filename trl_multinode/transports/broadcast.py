@@ -22,9 +22,8 @@ LEAVE_S = 5.0
 class Broadcast(msgspec.Struct, frozen=True):
     """Slots on each worker's own device; a bucket arrives as a broadcast from rank 0 of a process group."""
 
-    store: (
-        str  # file through which the group's processes find each other, in the run's private folder
-    )
+    # file through which the group's processes find each other, in the run's private folder
+    store: str
     size: int  # number of processes: the sender and all workers of the node's engines
     first_rank: int  # lowest rank among this engine's workers
     timeout_s: float  # limit for every broadcast

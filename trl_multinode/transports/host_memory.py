@@ -158,14 +158,11 @@ class HostSlots(Slots):
             *self.memory, marks = slots_in(path, (*self._ends, file_end))
             self.marks = marks.view(torch.int64).numpy()
             if settings.pin:
-                self._lock_pages()
+                self.page_lock = PageLock(self.memory)
         except BaseException:
             self.close()
             raise
-
-    def _lock_pages(self) -> None:
-        self.page_lock = PageLock(self.memory)
-        if self.page_lock.failure:
+        if self.page_lock is not None and self.page_lock.failure:
             self.warning = (
                 f"the weight sync's slots could not be page-locked ({self.page_lock.failure}): it is slower. "
                 "Raise the limit (`ulimit -l unlimited`; docker: --ulimit memlock=-1), or lower `sync_bucket_mb`."

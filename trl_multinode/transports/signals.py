@@ -179,20 +179,18 @@ class FollowedSignals:
         while self._filled < bucket:
             if self.abandoned.is_set():
                 raise UpdateEndedError(f"The update was given up before bucket {bucket}.")
-            if connection.wait([self._stream], ABANDON_S):
-                turn, filled = self._read(bucket)
-                if turn == self._turn and filled == NONE_LEFT:
-                    raise UpdateEndedError(f"The sender gave the update up before bucket {bucket}.")
-                if turn == self._turn:
-                    self._filled = filled
-
-    def _read(self, bucket: int) -> tuple[int, int]:
-        data = b""
-        with suppress(ConnectionError):
-            data = self._stream.recv(SIGNAL.size, socket.MSG_WAITALL)
-        if not data:
-            raise UpdateEndedError(f"The sender of the update ended before bucket {bucket}.")
-        return SIGNAL.unpack(data)
+            if not connection.wait([self._stream], ABANDON_S):
+                continue
+            data = b""
+            with suppress(ConnectionError):
+                data = self._stream.recv(SIGNAL.size, socket.MSG_WAITALL)
+            if not data:
+                raise UpdateEndedError(f"The sender of the update ended before bucket {bucket}.")
+            turn, filled = SIGNAL.unpack(data)
+            if turn == self._turn and filled == NONE_LEFT:
+                raise UpdateEndedError(f"The sender gave the update up before bucket {bucket}.")
+            if turn == self._turn:
+                self._filled = filled
 
     def took(self, bucket: int) -> None:
         """Tell the sender that the buckets up to this one are taken, if it reads: a later signal says it again."""

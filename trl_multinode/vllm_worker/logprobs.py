@@ -61,10 +61,24 @@ def divided(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     return logits / temperature.where(temperature >= GREEDY_BELOW, 1.0)[:, None]
 
 
+class WholeVocabulary:
+    """Logits of the step under way, as the extensions of both samplers keep them."""
+
+    _before_grammar: torch.Tensor | None = None  # before the bit masks of structured outputs
+    _raw: torch.Tensor | None = None  # before any change, if a request of this step masks tokens
+    _whole: torch.Tensor | None = None  # before the temperature, without masks
+
+    def _take_raw(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of this step before any mask; those before the grammar's are of one step only."""
+        raw = self._before_grammar
+        self._before_grammar = None
+        return logits if raw is None else raw
+
+
 # ---- V1
 
 
-class WholeVocabularyV1:
+class WholeVocabularyV1(WholeVocabulary):
     """Extension of vLLM's V1 sampler. It replaces three methods, which run in this order:
 
     ```text
@@ -84,9 +98,6 @@ class WholeVocabularyV1:
         self._runner = runner
         self._bias = LogitBiasLogitsProcessor
         self._always = any_custom(runner.input_batch.logitsprocs.all)
-        self._before_grammar: torch.Tensor | None = None
-        self._raw: torch.Tensor | None = None
-        self._whole: torch.Tensor | None = None
         self._mask_grammar = gpu_model_runner.apply_grammar_bitmask
         self._forward = sampler.forward
         self._penalize = sampler.apply_penalties
@@ -105,15 +116,14 @@ class WholeVocabularyV1:
 
     def forward(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Sample a token of every request."""
-        raw = self._before_grammar
-        self._before_grammar = None
+        raw = self._take_raw(logits)
         params = (
             self._runner.requests[request].sampling_params
             for request in self._runner.input_batch.req_ids
         )
         if self._always or any(truncating(partial(getattr, each)) for each in params):
             # vLLM changes them in place
-            self._raw = (logits if raw is None else raw).to(torch.float32, copy=True)
+            self._raw = raw.to(torch.float32, copy=True)
         try:
             return self._forward(logits, *args, **kwargs)
         finally:
@@ -182,7 +192,7 @@ def logprobs_at(temperature: float, logits: torch.Tensor) -> torch.Tensor:
 # ---- V2
 
 
-class WholeVocabularyV2:
+class WholeVocabularyV2(WholeVocabulary):
     """Extension of vLLM's V2 sampler. It replaces two methods, and is the last of the sampler's logits processors:
 
     ```text
@@ -207,9 +217,6 @@ class WholeVocabularyV2:
         self._temperature = sampler.sampling_states.temperature
         self._always = any_custom(sampler.logits_processors)
         self._truncates = np.zeros_like(sampler.needs_logits_processing)
-        self._before_grammar: torch.Tensor | None = None
-        self._raw: torch.Tensor | None = None
-        self._whole: torch.Tensor | None = None
         self._mask_grammar = grammar.apply_grammar_bitmask
         self._sample = sampler.sample
         grammar.apply_grammar_bitmask = self.mask_grammar
@@ -231,14 +238,13 @@ class WholeVocabularyV2:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample tokens; return them and the logits of their log-probs. `rows` has the slot of each row's request."""
-        raw = self._before_grammar
-        self._before_grammar = None
+        raw = self._take_raw(logits)
         if not self._truncates[slots_np].any():
             return self._sample(logits, rows, slots, slots_np, *args, **kwargs)
-        self._raw = logits if raw is None else raw
+        self._raw = raw
         self._whole = None
         sampled, _ = self._sample(logits, rows, slots, slots_np, *args, **kwargs)
-        whole = before_masks(logits, self._raw).float() if self._whole is None else self._whole
+        whole = before_masks(logits, raw).float() if self._whole is None else self._whole
         self._raw = self._whole = None
         return sampled, divided(whole, self._temperature.gpu[rows])
 

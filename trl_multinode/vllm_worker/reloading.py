@@ -264,12 +264,11 @@ def has_no_padding(layer: torch.nn.Module) -> bool:
 
 def num_elements(layer: torch.nn.Module) -> int:
     """Return the number of elements that a checkpoint has for the layer's own parameters."""
-    own = [
-        parameter
+    return sum(
+        getattr(parameter, LOADABLE, parameter.numel())
         for name, parameter in layer.named_parameters(recurse=False)
         if name not in SKIP_LOAD_TENSORS
-    ]
-    return sum(getattr(parameter, LOADABLE, parameter.numel()) for parameter in own)
+    )
 
 
 def is_quantized(layer: torch.nn.Module) -> bool:

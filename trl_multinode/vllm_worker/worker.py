@@ -121,13 +121,14 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, UpdateInfo]):
         self._load_us = round(1e6 * (seconds + self.slots.take_s))
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        # Adapters wait in host memory, because vLLM copies the active one into its own buffers
-        self._adapter |= {
-            name: tensor.cpu() for name, tensor in tensors if name.endswith(ADAPTER_TENSORS)
-        }
-        if weights := [
-            (name, tensor) for name, tensor in tensors if not name.endswith(ADAPTER_TENSORS)
-        ]:
+        weights = []
+        for name, tensor in tensors:
+            if name.endswith(ADAPTER_TENSORS):
+                # in host memory, because vLLM copies the active adapter into its own buffers
+                self._adapter[name] = tensor.cpu()
+            else:
+                weights.append((name, tensor))
+        if weights:
             assert self._parts is not None
             assert self._writes is not None
             load_tensors(self.model, weights, self._parts, self._writes)

@@ -21,9 +21,8 @@ class WeightMeta:
     # dtype in the slot: the engine's for floating-point parameters, otherwise the tensor's own
     dtype: torch.dtype
     shape: tuple[int, ...]  # full shape, unsharded
-    frozen: bool = (
-        False  # constant during the run: sent by the first update, and after `send_everything`
-    )
+    # constant during the run: sent by the first update, and after `send_everything`
+    frozen: bool = False
     divisible: bool = False  # whether its source can gather it in ranges
     range: TensorRange | None = None  # `None`: the whole tensor
     parts: Parts | None = None  # of a fused tensor, which no checkpoint holds

@@ -24,12 +24,10 @@ class SyncPlan:
     """Source of the weights that the syncs of a run send, and the reason for it."""
 
     source: type[ModuleSource]
-    lora_rank: int = (
-        0  # rank of the adapter that the engines serve separately from the weights; 0: none
-    )
-    reason: str | None = (
-        None  # reason why a LoRA adapter is merged although the user did not request it
-    )
+    # rank of the adapter that the engines serve separately from the weights; 0: none
+    lora_rank: int = 0
+    # reason why a LoRA adapter is merged although the user did not request it
+    reason: str | None = None
 
 
 def plan_sync(

@@ -30,9 +30,8 @@ from ..wire.messages import TensorRange
 from .even_pieces import pass_on
 from .shards import Shard
 
-PIECE_ALIGNMENT = (
-    16  # bytes: alignment of tensors in a packed buffer, a multiple of every dtype's size
-)
+# bytes: alignment of tensors in a packed buffer, a multiple of every dtype's size
+PIECE_ALIGNMENT = 16
 
 
 class ShardGather:
@@ -60,6 +59,7 @@ class ShardGather:
         node = bisect(starts, rank) - 1
         self.place = f"node {node}, rank {rank}"
         self.ranks, self.local_rank = counts[node], rank - starts[node]
+        self.is_local_main = self.local_rank == 0
         # groups that gather across nodes: one for each local rank, or a single one of all ranks if nodes differ
         groups = self.ranks if len({*counts}) == 1 else 1
         self.gathers_within = groups > 1
@@ -70,10 +70,6 @@ class ShardGather:
         # every rank creates every group, in the same order
         self._across = dist.new_subgroups_by_enumeration(peers)[0] if self._peers > 1 else None
         self._within = dist.new_subgroups_by_enumeration(neighbours)[0] if max(counts) > 1 else None
-
-    @property
-    def is_local_main(self) -> bool:
-        return self.local_rank == 0
 
     @property
     def buckets_at_peak(self) -> float:

@@ -187,7 +187,7 @@ class PulledUpdates(SlotUpdates):
             news = self._nodes[0].ask(AskNews(self.version.update, left_s), News, left_s)
             if not news.updates:
                 return None
-            if self._slots is None:
+            if self.slots is None:
                 self.layouts = news.layouts
                 self._open_slots(self._engines or EngineGroup())
             start = time.perf_counter()
@@ -202,7 +202,7 @@ class PulledUpdates(SlotUpdates):
         self.in_flight, self.recompute_kv = news.in_flight, news.recompute_kv
         same = [old == new for old, new in zip(self._loaded, news.updates, strict=False)]
         first = [*same, False].index(False)
-        self.timings = self._update(self._engines, self._slots, news.version, first)
+        self.timings = self._update(self._engines, self.slots, news.version, first)
         self.timings.add(self.settle())
         self.timings.gather_s = pull_s
         self._loaded = news.updates
@@ -220,7 +220,7 @@ class PulledUpdates(SlotUpdates):
 
     def _pull_buckets(self, updates: Sequence[int]) -> bool:
         """Fill the own slots with each bucket of its update; return `False` if a node has a later one."""
-        own, nodes = cast(HostSlots, self._slots), self._nodes
+        own, nodes = cast(HostSlots, self.slots), self._nodes
         self._in_slots = None
         stop = Event()
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from multiprocessing import connection
 
 import torch
@@ -65,7 +64,7 @@ class BucketSender:
         self._posted: Posted = []
         self._last: Future[None] | None = None  # copy of the bucket before
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight sync")
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = None  # of this thread; `None` changes nothing
 
     def __enter__(self) -> "BucketSender":
         if not self._staged:
@@ -108,7 +107,10 @@ class BucketSender:
             self._wait_until_taken(index - len(self._slots.memory))
         if self._marked is not None:
             self._marked.mark(slot, 0)
-        with nullcontext() if on_gpu is None else torch.cuda.stream(self._stream_on(on_gpu)):
+        if on_gpu is not None and self._stream is None:
+            # on the rank's device, because a new thread starts with GPU 0 as its device
+            self._stream = torch.cuda.Stream(on_gpu)
+        with torch.cuda.stream(self._stream):
             if ready is not None:
                 torch.cuda.current_stream(on_gpu).wait_event(ready)
             with self.timings.stage("copy_s", pieces[0].data.device):
@@ -124,12 +126,6 @@ class BucketSender:
             self._slots.signals.end()
             answers(self._posted)  # raises the error of a failed engine, which names the cause
             raise
-
-    def _stream_on(self, device: torch.device) -> "torch.cuda.Stream":
-        """Return this thread's own stream, on the rank's device: a new thread starts with GPU 0 as its device."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        return self._stream
 
     def _wait_until_taken(self, bucket: int) -> None:
         """Wait until all workers of the engines that are left have taken a bucket."""

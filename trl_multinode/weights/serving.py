@@ -23,7 +23,7 @@ import numpy as np
 from ..transports.host_memory import HostSlots
 from ..wire.connection import MAX_HELLO_BYTES, frame, receive_body
 from ..wire.messages import TensorSpec, WeightVersion
-from ..wire.port import PEER_S, Service
+from ..wire.port import PEER_S
 from .slot_updates import SlotUpdates
 
 WEIGHTS = "weights"  # role in a handshake
@@ -61,9 +61,8 @@ class Part(msgspec.Struct, frozen=True):
     """Begin and end of a bucket."""
 
     update: int  # of the bytes; they follow the begin only if it is the one that was asked for
-    crc: int | None = (
-        None  # zlib.crc32 at the end; `None`: a rank began to write the slot meanwhile
-    )
+    # zlib.crc32 at the end; `None`: a rank began to write the slot meanwhile
+    crc: int | None = None
 
 
 _decoder = msgspec.msgpack.Decoder(AskNews | AskBucket)
@@ -72,18 +71,15 @@ _decoder = msgspec.msgpack.Decoder(AskNews | AskBucket)
 class WeightService:
     """Weights of a node for the agents that connect to its port. Local main process only.
 
+    `serve` is the service `WEIGHTS` of a [`Port`].
+
     Args:
         current (`Callable[[], SlotUpdates | None]`):
             Function that returns the weight sync of this rank, or `None` while there is none. Each bucket must have a
             slot of its own in host memory.
-
-    Attributes:
-        services (`dict[str, Service]`):
-            Services for [`Port`].
     """
 
     def __init__(self, current: Callable[[], SlotUpdates | None]):
-        self.services: dict[str, Service] = {WEIGHTS: self.serve}
         self._current = current
         # of each bucket: update, and CRC-32 that a thread computes once for all agents
         self._crcs: dict[int, tuple[int, asyncio.Future[int]]] = {}

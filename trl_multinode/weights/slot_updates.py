@@ -31,6 +31,8 @@ class SlotUpdates:
             Freeze running completions, which the new weights continue, instead of waiting until none is running.
         recompute_kv (`bool`):
             Compute the keys and values of frozen completions again, with the new weights.
+        slots (`Slots`, *optional*):
+            Slots of this process, if they are open. Any thread may read it.
     """
 
     in_flight = False
@@ -40,15 +42,10 @@ class SlotUpdates:
         self._engines = engines
         self.layouts = layouts
         self._transport = transport
-        self._slots: Slots | None = None
+        self.slots: Slots | None = None
         self._times: dict[int, EngineTimes] = {}  # of each engine, at the end of the last update
         self._loading: BucketSender | None = None  # update that engines may not have committed yet
         self._in_slots: WeightVersion | None = None  # version of all buckets in the slots
-
-    @property
-    def slots(self) -> Slots | None:
-        """Slots of this process, if they are open. Any thread may read it."""
-        return self._slots
 
     @property
     def staged(self) -> bool:
@@ -84,11 +81,11 @@ class SlotUpdates:
         """Open the transport's slots in all engines. While one is lost, new slots are in host memory, and those of a
         transport that needs all engines are replaced."""
         lost = any(engine.has_ended for engine in engines)
-        if lost and self._slots is not None and self._slots.needs_all_engines:
+        if lost and self.slots is not None and self.slots.needs_all_engines:
             self.forget_slots()
-        if self._slots is None:
+        if self.slots is None:
             open_slots = self._transport.open_on_host if lost else self._transport.open
-            self._slots = open_slots(engines, self.layouts)
+            self.slots = open_slots(engines, self.layouts)
 
     def load_again(self, version: WeightVersion, engines: EngineGroup) -> SyncTimings:
         """Let engines that were started again load the last update from the slots. Not a collective.
@@ -103,23 +100,23 @@ class SlotUpdates:
             `WeightVersionError`: if an engine's workers committed another version than `version`.
         """
         self.settle()
-        if self._slots is not None:
-            self._transport.open_in_workers(self._slots, engines, self.layouts)
+        if self.slots is not None:
+            self._transport.open_in_workers(self.slots, engines, self.layouts)
         if self._in_slots is None:
             return SyncTimings(version=version)
         if self._in_slots != version:
             raise WeightSyncError(
                 f"The slots have the weights of {self._in_slots}, expected {version}."
             )
-        timings = self._update(engines, self._slots, version, 0)
+        timings = self._update(engines, self.slots, version, 0)
         timings.add(self.settle())
         return timings
 
     def forget_slots(self) -> None:
         """Make the next `run` open new slots, because an engine without the old ones was started."""
-        slots = self._slots
+        slots = self.slots
         # before the memory goes, because the port's thread may read it
-        self._slots = self._in_slots = None
+        self.slots = self._in_slots = None
         if slots is not None:
             slots.close()
 
@@ -145,7 +142,7 @@ class SlotUpdates:
         num_bytes = sum(spec.num_bytes for spec in sent)
         timings = SyncTimings(num_bytes, len(self.layouts) - first, version=version)
         start = time.perf_counter()
-        staged = self.staged and slots is self._slots
+        staged = self.staged and slots is self.slots
         sender: BucketSender | None = None
         with ExitStack() as sending:
             if slots is not None:

@@ -61,13 +61,11 @@ class WeightSync(SlotUpdates):
         self.buckets: list[Bucket] = source.buckets(limit_bytes)
         layouts = [slot_layout(bucket) for bucket in self.buckets]
         super().__init__(engines, layouts, transport or Transport())
-        self._check_frozen = (
-            True  # before the next update; weights that do not change are checked once
-        )
+        # before the next update; weights that do not change are checked once
+        self._check_frozen = True
         self._first = 0  # bucket that the next update begins with; 0 includes the frozen ones
-        self.num_gathered = (
-            0  # buckets of the running update that are gathered; any thread may read it
-        )
+        # buckets of the running update that are gathered; any thread may read it
+        self.num_gathered = 0
 
     def send_everything(self) -> None:
         """Include the frozen weights in the next update, because the caller changed them."""
@@ -88,7 +86,7 @@ class WeightSync(SlotUpdates):
         before = self.settle()
         if self._engines is not None:
             self._open_slots(self._engines)
-        timings = self._send(self._engines, self._slots, version, self._first)
+        timings = self._send(self._engines, self.slots, version, self._first)
         timings.add(before)
         self._first = sum(bucket[0].frozen for bucket in self.buckets)
         self._check_frozen = False
@@ -96,8 +94,8 @@ class WeightSync(SlotUpdates):
 
     def join(self, place: Sequence[int]) -> bool:
         """Open the slots of this node's local main process, on its other ranks; return whether it was possible."""
-        self._slots = self._transport.join(place, self.layouts)
-        return self._slots is not None
+        self.slots = self._transport.join(place, self.layouts)
+        return self.slots is not None
 
     def send_again(self, version: WeightVersion, engines: EngineGroup | None) -> SyncTimings:
         """Send all weights of `version` to engines that were started again. A collective of all training ranks.

@@ -27,9 +27,8 @@ class SyncTimings:
     copy_s: float = 0.0  # copies into the slots, local main process only
     load_s: float = 0.0  # the slowest engine's own time for all buckets, local main process only
     commit_s: float = 0.0  # the engines' packing of the weights, local main process only
-    frozen_s: float = (
-        0.0  # the slowest engine's seconds with frozen completions, local main process only
-    )
+    # the slowest engine's seconds with frozen completions, local main process only
+    frozen_s: float = 0.0
     collectives: tuple[int, int] = (0, 0)  # across nodes, within a node
     version: WeightVersion = field(default_factory=WeightVersion)
     # stage, and the events on a GPU's stream at its begin and end

@@ -160,11 +160,10 @@ class Transport(SlotSettings):
 
     def open_on_host(self, engines: EngineGroup, layouts: Layouts) -> Slots:
         """Return slots in host memory that every worker of `engines` has opened. The arguments are those of `open`."""
-        slots, self._reserved = self._reserved, None
-        if slots is None or slots.sizes != tuple(self._sizes(layouts)):
-            if slots is not None:
-                slots.close()
-            slots = self._make("host", layouts)
+        if self._reserved is not None and self._reserved.sizes != tuple(self._sizes(layouts)):
+            self.close()
+        slots = self._reserved or self._make("host", layouts)
+        self._reserved = None
         return self.open_in_workers(slots, engines, layouts)
 
     def _make(self, kind: str, layouts: Layouts) -> Slots:

@@ -1,4 +1,7 @@
-"""JSON-lines file that rotates, and whose errors never end a process: ranks and engines record timelines with it."""
+"""JSON-lines file that rotates, and whose errors never end a process: ranks and engines record timelines with it.
+
+`last_lines` reads the end of such a file or of a log.
+"""
 
 import json
 import os
@@ -9,6 +12,7 @@ from typing import IO, Any
 
 # about 25,000 lines; a process keeps the current file and the one before it
 ROTATE_BYTES = 4 * 2**20
+TAIL_BYTES = 4096
 
 
 class LineFile:
@@ -59,3 +63,15 @@ class LineFile:
         with suppress(OSError, ValueError):
             if file is not None:
                 file.close()  # tries once more to write what is left
+
+
+def last_lines(path: Path) -> list[str]:
+    """Return the lines in the last 4 KiB of a file, without empty ones. The first of them may lack its beginning.
+
+    Raises:
+        `OSError`: if the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").split("\n")
+    return [line.strip() for line in lines if line.strip()]

@@ -338,9 +338,8 @@ class Calls(Message, frozen=True):
     calls: tuple[Call, ...]
     num_refused: int = 0  # calls that got an error for what they asked for, or were too many
     num_cancelled: int = 0  # calls that the agent gave up, or that were open at the end
-    overridden: tuple[
-        str, ...
-    ] = ()  # sampling settings that calls had, and that the trainer's replaced
+    # sampling settings that calls had, and that the trainer's replaced
+    overridden: tuple[str, ...] = ()
 
 
 class EngineTimes(msgspec.Struct, frozen=True):

@@ -11,9 +11,8 @@ PROOF_S = 5.0  # for the handshake of a connection
 MAX_UNPROVEN = 64  # connections at once that have not proved the secret; further ones wait in the kernel's queue
 MAX_NAMED = 64  # peers whose connection was closed that are reported
 MAX_REASON = 200  # characters
-PEER_S = (
-    120.0  # silence after which a link is given up; a rank may hold the interpreter for a minute
-)
+# silence after which a link is given up; a rank may hold the interpreter for a minute
+PEER_S = 120.0
 ACCEPT_AGAIN_S = 0.1
 
 Service = Callable[[socket.socket], Awaitable[None]]

@@ -53,9 +53,13 @@ def open_end(pid: int) -> int:
     Raises:
         `ProcessLookupError`: if there is no such process.
     """
-    pidfd = _open_pidfd(pid)
-    if pidfd is not None:
-        return pidfd
+    try:
+        return os.pidfd_open(pid)
+    except AttributeError:
+        pass
+    except OSError as error:
+        if error.errno not in NO_PIDFD:
+            raise
     started = start_time(pid)
     if started is None:
         raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
@@ -65,17 +69,6 @@ def open_end(pid: int) -> int:
         target=_write_at_end, args=arguments, name=f"end-of-{pid}", daemon=True
     ).start()
     return read_end
-
-
-def _open_pidfd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except AttributeError:
-        return None
-    except OSError as error:
-        if error.errno in NO_PIDFD:
-            return None
-        raise
 
 
 def _write_at_end(pid: int, started: int, write_end: int) -> None:

@@ -5,9 +5,8 @@ import socket
 import time
 
 KEEP_ALIVE_S = 15  # between two probes of an idle connection
-PIECE_BYTES = (
-    1 << 18
-)  # of one read, so that memory grows with what has come and not with what was announced
+# of one read, so that memory grows with what has come and not with what was announced
+PIECE_BYTES = 1 << 18
 
 
 def notice_cuts(stream: socket.socket, limit_s: float) -> None:

@@ -6,7 +6,6 @@ its owner and on each vLLM process below it. A pidfd fires within 1 ms; a pipe's
 forked grandchild held the write end. Where there are no pidfds, `process_end.py` watches /proc instead.
 """
 
-import contextlib
 import os
 import re
 import select
@@ -14,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -88,7 +88,7 @@ def kill_descendants(deadline_s: float = 10.0) -> list[int]:
         workers = [process for process in alive if not is_resource_tracker(process)]
         overdue = time.monotonic() > deadline - deadline_s / 2
         for process in alive if overdue else workers:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(alive, timeout=0.2)
     return [process.pid for process in descendants()]
@@ -129,14 +129,14 @@ def record_shared_memory(record: Path) -> None:
     new.rename(record)
 
 
-@contextlib.contextmanager
+@contextmanager
 def record_while_starting(record: Path) -> Iterator[None]:
     """Record shared memory every `RECORD_S`, in a thread: the engine may be killed together with its owner."""
     started = threading.Event()
 
     def run() -> None:
         while not started.wait(RECORD_S):
-            with contextlib.suppress(OSError):  # the folder is gone: the owner has ended
+            with suppress(OSError):  # the folder is gone: the owner has ended
                 record_shared_memory(record)
 
     thread = threading.Thread(target=run, name="shared-memory-record", daemon=True)
@@ -153,11 +153,11 @@ def recorded_segments(*records: Path) -> Iterator[Path]:
     for record in records:
         lines: list[str] = []
         # not recorded, or removed by another engine of a killed owner
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             lines = record.read_text().splitlines()
         for line in lines:
             path = SHARED_MEMORY / Path(line).name
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 if LEFT_BEHIND.match(str(path)) and path.lstat().st_uid == os.geteuid():
                     yield path
 

@@ -3,7 +3,6 @@
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
 
 FRAMEWORKS = {"trl_multinode", "trl", "transformers", "accelerate"}
 REWARDS = "_calculate_rewards"  # TRL's method that calls the reward functions
@@ -20,25 +19,21 @@ def is_users(error: BaseException) -> bool:
     A reward function in an installed package is found by the method that calls it.
     """
     below_framework, previous = False, ""
-    for module, path, function in frames(error):
+    # the outermost frame first
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        module = frame.f_globals.get("__name__", "")
         package = module.partition(".")[0]
         if module == GUARD:
             continue
         if package in FRAMEWORKS and not module.startswith("trl.rewards"):
             below_framework = True
         elif below_framework and (
-            is_own(path, package) or (previous == REWARDS and is_other(package))
+            is_own(code.co_filename, package) or (previous == REWARDS and is_other(package))
         ):
             return True
-        previous = function
+        previous = code.co_name
     return not below_framework
-
-
-def frames(error: BaseException) -> Iterator[tuple[str, str, str]]:
-    """Yield the module, file and function of the frames of an error's traceback, the outermost one first."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        yield frame.f_globals.get("__name__", ""), code.co_filename, code.co_name
 
 
 def is_own(path: str, package: str) -> bool:

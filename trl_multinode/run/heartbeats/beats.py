@@ -144,21 +144,25 @@ class Beats:
         watch.chores.append(self._beat)
 
     def _beat(self, store: Store) -> None:
-        """Write the node's beat if this rank is on duty, and judge. The watch thread calls it often."""
+        """Write the node's beat if this rank is on duty and it is time, and judge. The watch thread calls it often."""
         now = time.monotonic()
         if now - self._last_call > SUSPENDED_S:
-            self._forgive(now)
+            # this process could not see what happened meanwhile, so all limits start anew
+            self._forgiven = now
+            self._work.clear()
+            if self._run is not None:
+                self._run.silence.forgive()
         self._last_call = now
-        if self._broken or not self._is_open(store):
-            return
-        if now < self._next_beat:
+        if self._broken or not self._is_open(store) or now < self._next_beat:
             return
         slots = self._slots.read()
         # the first rank whose heartbeat is fresh is on duty
         fresh = [rank for rank, slot in slots.items() if now - slot["at"] < DUTY_S]
-        if self._topology.rank not in fresh[:1]:
-            return
-        self._next_beat = now + BEAT_S
+        if self._topology.rank in fresh[:1]:
+            self._next_beat = now + BEAT_S
+            self._write_and_judge(now, slots, store)
+
+    def _write_and_judge(self, now: float, slots: dict[int, dict[str, Any]], store: Store) -> None:
         states = [self._state(now, rank, slot) for rank, slot in slots.items()]
         store.set(
             f"beat/{self._topology.node}",
@@ -169,13 +173,6 @@ class Beats:
             line = self._run.judge(time.monotonic(), store)
         if line is not None:
             self._watch.report(line, code=PEER_LOST)
-
-    def _forgive(self, now: float) -> None:
-        """Start all limits anew, because this process could not see what happened meanwhile."""
-        self._forgiven = now
-        self._work.clear()
-        if self._run is not None:
-            self._run.silence.forgive()
 
     def _is_open(self, store: Store) -> bool:
         try:

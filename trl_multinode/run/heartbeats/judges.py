@@ -114,8 +114,11 @@ class RunJudge:
         numbers = self._read(store, reads)
         if reads:
             self._next_states = now + min(READ_STATES_EVERY_S, max(self._limits.stuck_s, 1.0) / 10)
-        line = self._silent_node(self.silence.look(now, numbers))
-        return line or (self._stuck_or_slow(now) if reads else None)
+        for node, silent_s in self.silence.look(now, numbers).items():
+            synced = all(state.synced for state in self._states[node])
+            if silent_s > self._limits.silence_s(synced):
+                return self._about_node(node, silent_s, synced)
+        return self._stuck_or_slow(now) if reads else None
 
     def _read(self, store: Store, reads: bool) -> dict[int, str]:
         """Return the number of each node's last beat; if `reads`, note the states in it."""
@@ -135,20 +138,13 @@ class RunJudge:
 
     # ---- silent nodes -----------------------------------------------------------------------------------------------
 
-    def _silent_node(self, silence: dict[int, float]) -> str | None:
-        for node, silent_s in silence.items():
-            states = self._states[node]
-            synced = all(state.synced for state in states)
-            if silent_s > self._limits.silence_s(synced):
-                return self._about_node(node, silent_s, self._limits.setting(synced))
-        return None
-
-    def _about_node(self, node: int, silent_s: float, setting: str) -> str:
+    def _about_node(self, node: int, silent_s: float, synced: bool) -> str:
         topology, what = self._topology, f"node {node}"
         if topology.fits:
             ranks = topology.ranks_of(node)
             what += f" (ranks {ranks[0]} to {ranks[-1]})"
         last = max(self._states[node], key=lambda state: state.same_s)
+        setting = self._limits.setting(synced)
         return (
             f"PeerFailureError: {what} has sent no heartbeat for {silent_s:.0f} s ({setting}): the node or all its "
             f"ranks are stopped or gone, or its link to node 0 is cut. Its "

@@ -3,17 +3,14 @@
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import psutil
+from torch.distributed import Store
 
 from ..reporter import report
 from ..silence import Silence
 from ..topology import Topology
 from ..values import listed
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 START_TIMEOUT_S = 900.0  # `engine_start_timeout`'s default, until a trainer has its settings
 MISSING_EVERY_S = 30.0
@@ -49,7 +46,7 @@ class Arrivals:
         # time in which all ranks must have imported this library
         self.limit_s = START_TIMEOUT_S
 
-    def look(self, store: "Store", has_trainer: bool) -> str:
+    def look(self, store: Store, has_trainer: bool) -> str:
         """Register this rank, then look for the others; return the reason if the run must end without them."""
         self._signs.write(store, has_trainer)
         if self._complete:
@@ -68,7 +65,7 @@ class Arrivals:
             return ended
         return self._name_missing(store, now)
 
-    def _register(self, store: "Store") -> None:
+    def _register(self, store: Store) -> None:
         """Tell the other ranks that this one is here, and watch those of this node that are."""
         if not self._registered:
             store.set(f"pid/{self._topology.rank}", str(os.getpid()))
@@ -78,7 +75,7 @@ class Arrivals:
             self._neighbours.remove(rank)
             self._watch_rank(rank, int(store.get(f"pid/{rank}")))
 
-    def _launcher_ended(self, store: "Store", now: float) -> str:
+    def _launcher_ended(self, store: Store, now: float) -> str:
         """Return why the run ends if the launcher of another node has ended before its ranks imported this library.
 
         No process of ours is there to say so. But every launcher is a client of the store, and so is every rank that
@@ -104,11 +101,11 @@ class Arrivals:
             "output of these ranks: their script failed before that import, or their launch was stopped."
         )
 
-    def _missing(self, store: "Store") -> list[int]:
+    def _missing(self, store: Store) -> list[int]:
         every = range(self._topology.world_size)
         return [rank for rank in every if not store.check([f"pid/{rank}"])]
 
-    def _reports(self, store: "Store") -> bool:
+    def _reports(self, store: Store) -> bool:
         """Return whether this rank is the one of node 0, or the one of the other nodes, that names missing ranks."""
         if self._is_reporter is None:
             self._is_reporter = store.add(f"reporter/{min(self._topology.node, 1)}/import", 1) == 1
@@ -117,7 +114,7 @@ class Arrivals:
     def _names(self, ranks: list[int]) -> str:
         return listed([self._topology.name_of(rank) for rank in ranks], NAMED_RANKS)
 
-    def _name_missing(self, store: "Store", now: float) -> str:
+    def _name_missing(self, store: Store, now: float) -> str:
         """Report the missing ranks now and then; return why the run ends if they have been missing for too long.
 
         One rank of node 0 and one of the other nodes do this, because it takes a request per rank.
@@ -162,7 +159,7 @@ class Signs:
         self._silence = Silence(3 * ALIVE_EVERY_S)
         self._without = list(range(topology.world_size))
 
-    def write(self, store: "Store", has_trainer: bool) -> None:
+    def write(self, store: Store, has_trainer: bool) -> None:
         """Write this rank's sign, if it is time for one."""
         now = time.monotonic()
         if self._told or (now < self._next_write and not has_trainer):
@@ -170,7 +167,7 @@ class Signs:
         store.set(f"alive/{self._topology.rank}", HAS_TRAINER if has_trainer else f"{now:.1f}")
         self._told, self._next_write = has_trainer, now + ALIVE_EVERY_S
 
-    def judge(self, store: "Store", limit_s: float) -> str:
+    def judge(self, store: Store, limit_s: float) -> str:
         """Return why the run ends, if a rank has shown no sign of life for `limit_s` seconds."""
         now = time.monotonic()
         if not self._without or now < self._next_look:

@@ -5,11 +5,11 @@ import signal
 import stat
 from pathlib import Path
 
+from ...wire.line_file import last_lines
 from ...wire.process_end import stat_fields
 from ...wire.secret_names import without_forms
 from ...wire.supervisor import exit_words
 
-READ_BYTES = 4096  # from the end of a log
 LONGEST = 300  # characters of a line
 ORDERED = (signal.SIGKILL, signal.SIGTERM)  # by another process, so the last line explains nothing
 MISMATCH = (
@@ -54,10 +54,7 @@ def last_line(path: Path | None) -> str:
     if path is None:
         return ""
     try:
-        with open(path, "rb") as log:
-            log.seek(max(0, path.stat().st_size - READ_BYTES))
-            lines = log.read().decode(errors="replace").split("\n")
+        found = last_lines(path)
     except OSError:
         return ""
-    found = [line.strip() for line in lines if line.strip()]
     return without_forms(found[-1])[:LONGEST] if found else ""

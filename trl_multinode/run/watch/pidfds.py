@@ -40,17 +40,12 @@ class Pidfds:
             self._poll.register(pidfd, select.POLLIN)
         self._signals.wake()
 
-    def forget(self, owner: object) -> None:
-        """Stop watching the processes of an owner."""
+    def forget(self, owner: object = None) -> None:
+        """Stop watching the processes of an owner; all processes without one."""
         with self._lock:
-            for pidfd in [fd for fd, (_, its) in self._ended.items() if its is owner]:
-                self._drop(pidfd)
-
-    def close(self) -> None:
-        """Stop watching all processes."""
-        with self._lock:
-            for pidfd in list(self._ended):
-                self._drop(pidfd)
+            for pidfd, (_, its) in list(self._ended.items()):
+                if owner is None or its is owner:
+                    self._drop(pidfd)
 
     def wait(self, seconds: float) -> tuple[list[Callable[[], object]], bool]:
         """Wait; return the functions of the processes that have ended, and whether the pipe of `signals` has data."""

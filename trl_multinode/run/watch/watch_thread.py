@@ -135,7 +135,7 @@ class WatchThread:
             return
         self.thread.join(2 * POLL_S + stores.STORE_TIMEOUT_S)
         if not self.thread.is_alive():
-            self.processes.close()
+            self.processes.forget()
             self.signals.close()
 
     # ---- failures ---------------------------------------------------------------------------------------------------
@@ -166,7 +166,10 @@ class WatchThread:
         """Report the error, print the traceback, and wait until the watch thread ends the process with `os._exit`."""
         # at once, because the text of an error of unknown code may never come
         self.report(f"{type(error).__name__}, whose text did not come", EXPLAIN_S)
-        explained = self._explained(error)
+        explained = error
+        for trainer in self.trainers:
+            with suppress(Exception):  # an explanation that fails must not hide the error
+                explained = trainer.explain(explained)
         cause = (
             "stopped by SIGINT"
             if isinstance(explained, KeyboardInterrupt)
@@ -178,13 +181,6 @@ class WatchThread:
             # after the report: stderr may be a pipe that nobody reads
             traceback.print_exception(error)
         self._wait_for_the_end(code)
-
-    def _explained(self, error: BaseException) -> BaseException:
-        explained = error
-        for trainer in self.trainers:
-            with suppress(Exception):  # an explanation that fails must not hide the error
-                explained = trainer.explain(explained)
-        return explained
 
     def fail(self, cause: str) -> None:
         """Report a fault of the script, and wait until the watch thread ends the process."""
