@@ -1,5 +1,6 @@
 """A weight that is NaN or infinite is named by the rank that holds it; no engine loads it and nothing saves it."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -227,10 +228,11 @@ def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
             ),
             _sync=SimpleNamespace(run=lambda version: timings, settle=dict, staged=False),
             engines=Engines(), model=model,
-            divergence_limit=1.0, clocks=SimpleNamespace(read=lambda *_: None),
+            divergence_limit=1.0, _read_clocks=lambda *_: None,
             _presence=SimpleNamespace(activity=SimpleNamespace()),
             _probe=lambda engines: None,
         )  # fmt: skip
+        updates._prepare_model = partial(Updates._prepare_model, updates)
         for update in (1, 2):
             assert Updates.sync(updates, WeightVersion(update)) is timings
     assert told == [line]
