@@ -1,6 +1,7 @@
 """The limit of open files, connections to the store, and what a rank shows of itself in /proc."""
 
 import errno
+import gc
 import os
 import resource
 import signal
@@ -196,6 +197,25 @@ def test_the_frames_are_the_innermost_ones_of_the_main_thread():
 def test_a_main_thread_without_frames_as_at_the_end_of_the_interpreter_has_none(monkeypatch):
     monkeypatch.setattr(sys, "_current_frames", lambda: {})
     assert innermost_frames() == ""
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_collection_begins_while_frames_are_read(monkeypatch, collects):
+    """Until Python 3.11.9 its finalizers could let a thread start, and both waited for ever."""
+    seen = []
+
+    def current_frames() -> dict:
+        seen.append(gc.isenabled())
+        return {}
+
+    monkeypatch.setattr(sys, "_current_frames", current_frames)
+    if not collects:
+        gc.disable()
+    try:
+        innermost_frames()
+        assert (seen, gc.isenabled()) == ([False], collects)
+    finally:
+        gc.enable()
 
 
 def test_bytes_that_a_save_writes_are_counted_before_the_disk_has_them(tmp_path):

@@ -4,7 +4,6 @@ This module loads neither torch nor transformers, because the processes that run
 """
 
 import inspect
-import sys
 import threading
 import time
 import traceback
@@ -15,6 +14,7 @@ from types import CoroutineType, FrameType
 from typing import Any
 
 from ..errors import RolloutError
+from ..run.heartbeats.frames import frame_of
 
 # arguments with one element per row
 PER_ROW = (
@@ -78,7 +78,7 @@ class Call:
         if self.coroutine is not None:
             return traceback.StackSummary.extract(_waiting(self.coroutine))
         stack: list[traceback.FrameSummary] = []
-        for frame in traceback.extract_stack(sys._current_frames().get(self.thread)):
+        for frame in traceback.extract_stack(frame_of(self.thread)):
             stack.append(frame)
             if frame.filename.startswith(OWN_FRAMES):
                 stack.clear()

@@ -1,5 +1,6 @@
 """State of a rank that other ranks can see: innermost frames of its main thread, its CPU time in /proc."""
 
+import gc
 import sys
 import threading
 import traceback
@@ -13,6 +14,7 @@ from ...wire.process_end import stat_fields
 
 NUM_FRAMES = 3
 DISK_WAIT = "D"  # state of a thread that waits for a disk
+_reading = threading.Lock()
 
 
 def innermost_frames() -> str:
@@ -21,12 +23,30 @@ def innermost_frames() -> str:
     The frames come from the interpreter, so the caller needs the interpreter lock: a rank whose main thread holds it
     for long keeps the frames that it wrote before.
     """
-    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost = frame_of(threading.main_thread().ident or 0)
     # it has none while the interpreter ends; `walk_stack` would walk this thread's instead
     if innermost is None:
         return ""
     frames = islice(traceback.walk_stack(innermost), NUM_FRAMES)
     return " < ".join(_named(frame) for frame, _ in frames)
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """Return the frame of a thread, by its number, without a garbage collection meanwhile.
+
+    Until Python 3.11.9 `sys._current_frames` holds a lock that the start of every thread takes with the interpreter
+    lock held. A finalizer of a collection inside of it lets another thread run, and if that starts a thread, each of
+    the two waits for the lock of the other: the whole process stands still
+    (https://github.com/python/cpython/issues/106883).
+    """
+    with _reading:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread)
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _named(frame: FrameType) -> str:
