@@ -83,8 +83,6 @@ def write(file: PhaseFile, count: int = 1) -> None:
 def test_a_line_has_what_a_timeline_of_all_nodes_needs(tmp_path):
     file = PhaseFile(tmp_path, rank=5, node=2)
     write(file)
-    file.clock_offset = -0.25
-    write(file)
     line = {
         "phase": "train",
         "start": 1.5,
@@ -94,10 +92,7 @@ def test_a_line_has_what_a_timeline_of_all_nodes_needs(tmp_path):
         "node": 2,
         "attempt": 1,
     }
-    assert lines(tmp_path / "rank5.jsonl") == [
-        line | {"clock_offset": None},
-        line | {"clock_offset": -0.25},
-    ]
+    assert lines(tmp_path / "rank5.jsonl") == [line]
 
 
 def test_a_resumed_run_appends_with_the_next_number_also_on_ranks_that_are_new(tmp_path):

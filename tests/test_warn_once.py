@@ -31,6 +31,8 @@ def plain(monkeypatch):
         monkeypatch.setattr(
             warnings, "showwarning", lambda message, *_args, **_kw: shown.append(str(message))
         )
+        # of Python, in the place of pytest's recorder
+        monkeypatch.setattr(warnings, "_showwarnmsg_impl", lambda found: None)
         yield shown
 
 
@@ -57,6 +59,24 @@ def test_a_warning_that_python_repeats_in_every_step_appears_once(plain, once):
     once.restore()
     library_step()
     assert plain[2:] == ["old name"]
+
+
+def test_a_block_that_began_before_does_not_end_it(plain):
+    once = WarnOnce(lambda digest: True)
+    with warnings.catch_warnings():
+        once.install()
+    for _ in range(3):
+        library_step()
+    once.restore()
+    assert plain == ["old name"]
+
+
+def test_who_records_warnings_gets_each_of_them(plain, once):
+    library_step()
+    with warnings.catch_warnings(record=True) as recorded:
+        for _ in range(2):
+            library_step()
+    assert len(recorded) == 2 and plain == ["old name"]
 
 
 def test_a_library_s_log_lines_appear_once_and_those_of_a_script_and_errors_always(caplog, once):

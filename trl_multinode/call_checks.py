@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,10 +13,8 @@ from torch.nn import Module
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from .deepspeed_values import check_deepspeed_values
-from .engine.settings import engine_dtype
 from .errors import ConfigurationError
 from .images import has_index, image_flags, may_have_images, shards_weights
-from .model_layers import layers_of
 from .node_settings import NodeSettings, check_settings, ignored_settings, uses_fsdp, zero_stage
 from .rollouts.scoring import COSINE, NEED_MAIN_THREAD, is_of_trl
 from .rollouts.scoring_pool import without_partial
@@ -43,9 +40,6 @@ KEPT_COLUMNS = {
     "images",
 }
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-# Elements of a head, and of latent attention's cache, for which vLLM's CPU build 0.31 has kernels; its list lacks 48
-CPU_HEAD_SIZES = {32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}
-CPU_LATENT_SIZES = {576}
 # PEFT's methods whose layers a sync sends; `weights/peft_source.py` checks their variants
 SENT_ADAPTERS = {"LORA"}
 
@@ -78,9 +72,6 @@ def check_call(host: Any, args: TrainingArguments, call: Call) -> None:
     check_push(args, call)
     config = config_of(call["model"], args)
     check_model(config, args, call)
-    if any(not gpus for gpus in host.devices.per_engine):
-        dtype = getattr(call["model"], "dtype", loaded_dtype(config, args))
-        check_cpu_engines(config.get_text_config(), args, dtype)
     if call.get("tools") or call.get("environment_factory"):
         check_context(args, getattr(config.get_text_config(), "max_position_embeddings", 0))
     if host.topology.rank == 0:
@@ -558,50 +549,6 @@ def check_heads(config: PreTrainedConfig, size: int) -> None:
             got=size,
             expected=divisors,
             cure=f"Use one of {divisors}, and more engines.",
-        )
-
-
-def check_cpu_engines(text: Any, args: TrainingArguments, dtype: torch.dtype) -> None:
-    """Reject a model that vLLM's CPU build cannot run: each engine would end while it starts, or at its first request.
-
-    Args:
-        text (`~transformers.PreTrainedConfig`):
-            Config of the language model.
-        args ([`~transformers.TrainingArguments`]):
-            Training arguments of the trainer.
-        dtype (`torch.dtype`):
-            Dtype in which the model is loaded.
-
-    Raises:
-        `ConfigurationError`: if a kernel is missing for the size of the heads, or for the engine's dtype.
-    """
-    try:
-        layers = layers_of(text)
-    except (AttributeError, RuntimeError, TypeError):  # a custom config
-        return
-    # another engine, such as the test kit's fake one
-    if "TRL_MULTINODE_ENGINE_MODULE" in os.environ:
-        return
-    latent = any(each.latent for each in layers.attention)
-    expected = CPU_LATENT_SIZES if latent else CPU_HEAD_SIZES
-    if wrong := {each.latent or each.key_size for each in layers.attention} - expected:
-        raise ConfigurationError(
-            f"vLLM's CPU build has no attention kernel for the `{'kv_lora_rank' if latent else 'head_dim'}` of "
-            f"{text.model_type}, got {min(wrong)} elements.",
-            setting="model",
-            got=min(wrong),
-            expected=sorted(expected),
-            cure="Give the engines GPUs, or use a model with another size.",
-        )
-    dtype = engine_dtype(NodeSettings.of(args), SimpleNamespace(dtype=dtype))
-    # gated delta nets have kernels in bfloat16 only, Mamba's convolutions and latent attention none in float32
-    if (latent or layers.recurrent) and dtype != torch.bfloat16:
-        raise ConfigurationError(
-            f"Engines on a CPU run {text.model_type} (latent attention or recurrent layers) in bfloat16, got {dtype}.",
-            setting="dtype",
-            got=dtype,
-            expected=torch.bfloat16,
-            cure='Train with `bf16=True`, or set `engine_kwargs={"dtype": "bfloat16"}`.',
         )
 
 

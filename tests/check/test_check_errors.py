@@ -26,9 +26,6 @@ ZERO_3 = TWO_NODES["deepspeed_config"]
 JSON = {"deepspeed_multinode_launcher": "standard", "deepspeed_config_file": "ds.json"}
 FSDP: dict[str, Any] = {"distributed_type": "FSDP", "deepspeed_config": None}
 FSDP2 = FSDP | {"fsdp_config": {"fsdp_version": 2}}
-SIZES = {
-    "model_type": "a", "num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 256
-}  # fmt: skip
 AHEAD = ["--max_staleness", "2"]
 SCORED = ["--score_groups", "0"]
 
@@ -52,22 +49,6 @@ class Row:
 
 
 CHECKED: dict[str, list[Row]] = {
-    "call_checks.py: check_cpu_engines": [
-        Row(
-            "head_dim",
-            ["--use_cpu", "true", "--model_name_or_path", "model"],
-            {"use_cpu": True},
-            files={"model/config.json": SIZES | {"head_dim": 40}},
-        ),
-        Row(
-            "bfloat16",
-            ["--use_cpu", "true", "--model_name_or_path", "model", "--fp16", "true"],
-            {"use_cpu": True},
-            files={
-                "model/config.json": {"text_config": SIZES | {"layer_types": ["linear_attention"]}}
-            },
-        ),
-    ],
     "call_checks.py: check_fsdp_version": [Row("fsdp_version", file=FSDP)],
     "call_checks.py: check_own_folders": [
         Row("save_on_each_node", ["--save_on_each_node", "true"], FSDP2)
@@ -161,9 +142,6 @@ CHECKED: dict[str, list[Row]] = {
             ["--loss_type", "dr_grpo", "--config", "run.yaml"],
             files={"run.yaml": {"max_completion_length": None}},
         ),
-    ],
-    "run/gpu_variables.py: check_gpu_variables": [
-        Row("HIP_VISIBLE_DEVICES", environ={"HIP_VISIBLE_DEVICES": "GPU-e1f0,1,2,3,4,5,6,7"})
     ],
     "run/topology.py: from_environment": [
         Row(

@@ -123,7 +123,7 @@ def test_row_5_a_round_longer_than_the_stall_limit_ends_nothing_and_the_metrics_
 
 # Files that may read the wall clock: for timelines, a time of day for people, a name that no earlier run used
 WALL_CLOCK = {  # for logs, file names, and the age of files
-    "run/phases.py", "run/clock_offset.py", "run/endings/ending.py", "engine/process.py", "saving/rotation.py",
+    "run/phases.py", "run/endings/ending.py", "engine/process.py", "saving/rotation.py",
     "host/presence.py", "wire/leftovers.py", "engine_process/states.py", "reporting/record.py",
 }  # fmt: skip
 

@@ -80,7 +80,7 @@ class OneNode(Updates):
         self.ends: list[str] = []
         self._rank = self.updates = self
         self.fills_slots, self.has_agents = True, False
-        self._agreement = SimpleNamespace(meet=Meeting(self.topology, HashStore()).wait)
+        self._agreement = SimpleNamespace(meeting=Meeting(self.topology, HashStore()))
         self.remote = SimpleNamespace(news=list)
         self._presence = SimpleNamespace(activity=SimpleNamespace(synced=False))
         self._fleet = EngineFleet(

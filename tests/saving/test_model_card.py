@@ -10,10 +10,11 @@ from trl_multinode.saving.model_card import add_section, run_section
 
 pytestmark = pytest.mark.nightly  # a page for readers; e2e/test_pushes reads a pushed one
 LOGS = [
-    {"step": 1, "num_tokens": 500.0, "step_time": 100.0},  # the warm-up
+    {"step": 1, "perf/tokens_per_s": 5.0},  # the warm-up
     {"step": 1, "eval_loss": 1.0},
-    {"step": 3, "num_tokens": 1300.0, "step_time": 2.0},
-    {"step": 5, "num_tokens": 2100.0, "step_time": 3.0},
+    {"step": 3, "perf/tokens_per_s": 100.0},
+    {"step": 4, "perf/tokens_per_s": 160.0},
+    {"step": 5, "perf/tokens_per_s": 180.0},
     {"step": 5, "train_runtime": 9.0},
 ]
 

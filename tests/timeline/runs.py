@@ -19,10 +19,9 @@ def write_lines(path: Path, lines: list[dict]) -> None:
 def rank_lines(rank: int, attempt: int = 1, begin: float = BEGIN) -> list[dict]:
     """Return the lines of a rank: each step is 10 s, of which 1 s sync, 2 s reward, and 1 s wait on node 0."""
     node, found = rank // 2, []
-    fixed = {"node": node, "attempt": attempt, "clock_offset": AHEAD_S * node}
+    fixed = {"node": node, "attempt": attempt}
     begin += AHEAD_S * node
-    found.append({"phase": "set-up", "start": begin - 20, "seconds": 15.0, "total": 15.0, "step": 0} | fixed
-                 | {"clock_offset": None})  # fmt: skip
+    found.append({"phase": "set-up", "start": begin - 20, "seconds": 15.0, "total": 15.0, "step": 0} | fixed)
     for step in range(STEPS):
         at, wait = begin + 10 * step, 1.0 - node
         inner = [("sync", 0.5, 1.0), ("wait", 1.5, wait), ("reward", 4.0, 2.0)]

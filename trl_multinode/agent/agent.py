@@ -23,7 +23,7 @@ from ..engine.restarts import EngineRestarts
 from ..engine.settings import EngineSettings, check_vllm
 from ..errors import EngineError, MultiNodeError, PeerFailureError, WeightSyncError
 from ..run.endings.exit_codes import code_of
-from ..run.gpu_variables import check_accelerator, check_gpu_variables
+from ..run.gpu_variables import check_accelerator
 from ..run.phase_file import PhaseFile
 from ..run.reporter import report
 from ..run.topology import EngineDevices, Topology, assign_engines, shape_of
@@ -73,7 +73,6 @@ class Agent:
         self._leaving = leaving
         pool_secret()
         check_vllm()
-        check_gpu_variables(os.environ)
         self._flags = flags
         self._devices(1, torch.cuda.device_count())
         self._watch = Watchdog(AgentPlace(0, 1, 0, 1, 0, 1, launched=False), lambda: "serving")

@@ -1,6 +1,5 @@
 """Context of one rank of a run: its place, settings and devices, its phases, and its watch."""
 
-import os
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,7 @@ from ..errors import ConfigurationError
 from ..node_settings import NodeSettings
 from ..run.begin import begin_run
 from ..run.disk import as_disk_error, written_folders
-from ..run.gpu_variables import check_accelerator, check_gpu_variables
+from ..run.gpu_variables import check_accelerator
 from ..run.phase_file import PhaseFile
 from ..run.phases import Phases
 from ..run.reporter import report, warn
@@ -93,7 +92,6 @@ class RankContext:
         check_vllm()
         self._num_gpus = 0
         if not self.args.use_cpu:
-            check_gpu_variables(os.environ, f"node {self.topology.node}")
             self._num_gpus = torch.cuda.device_count()
             check_accelerator(self._num_gpus, self.topology.node)
         return assign_engines(

@@ -324,7 +324,7 @@ class Updates:
             `bool`: the same on every rank: whether all ranks must send the weights to engines that were lost.
         """
         with self._rank.phases("wait"):
-            words = self._agreement.meet(" ".join([*map(str, lost), *self.remote.news()]))
+            words = self._agreement.meeting.wait(" ".join([*map(str, lost), *self.remote.news()]))
         for key in [word for word in words if word.startswith(MEMBERS)]:
             words.remove(key)
             self._follow(key)
@@ -342,7 +342,7 @@ class Updates:
             if self._fleet.restarts is not None:
                 for engine in own:
                     self._fleet.restarts.wait_for(engine.index, engine.start)
-            self._agreement.meet()  # no rank waits in a collective while an engine starts
+            self._agreement.meeting.wait()  # no rank waits in a collective while an engine starts
 
     def _renew(self, places: set[tuple[int, int]]) -> None:
         """Connect to the engines of these nodes and indices there, which were started again."""

@@ -56,49 +56,6 @@ def only_visible(gpus: tuple[str, ...]) -> dict[str, str]:
     return dict.fromkeys((CUDA, HIP), ",".join(gpus))
 
 
-def check_gpu_variables(environ: Mapping[str, str], where: str = "") -> None:
-    """Check that torch and vLLM read these variables alike. NVIDIA has only one of them.
-
-    Args:
-        environ (`Mapping[str, str]`):
-            Variables of the ranks.
-        where (`str`, *optional*):
-            Node, for the message.
-
-    Raises:
-        `ConfigurationError`: if vLLM would refuse them, or if they name GPUs that do not exist.
-    """
-    if not on_amd(environ):
-        return
-    name, place = gpu_variable(environ), f" on {where}" if where else ""
-    names, others = gpu_names(environ.get(name)), gpu_names(environ.get(CUDA))
-    if names and others and names != others:
-        raise ConfigurationError(
-            f"{HIP} and {CUDA} differ{place} (got {','.join(names)} and {','.join(others)}, expected equal "
-            "lists or one variable): torch follows the first, and vLLM refuses both.",
-            setting=HIP,
-            got=names,
-            expected=others,
-            cure=f"Unset {CUDA}. In the YAML, `gpu_ids` sets it too: use `gpu_ids: all`.",
-        )
-    if unknown := [gpu for gpu in names if not gpu.isdigit()]:
-        raise ConfigurationError(
-            f"{name} names {unknown[0]}{place} (expected indexes): vLLM on ROCm accepts no other names of GPUs.",
-            setting=name,
-            got=unknown[0],
-            cure=f"Write indexes in {name}; {ROCR}, which vLLM does not read, may have UUIDs.",
-        )
-    count = len(gpu_names(environ.get(ROCR)))
-    if count and (beyond := [gpu for gpu in names if int(gpu) >= count]):
-        raise ConfigurationError(
-            f"{name} names GPU {beyond[0]}{place}, but {ROCR}={environ[ROCR]} leaves {count} (got "
-            f"{','.join(names)}, expected indexes from 0 to {count - 1}): it counts within that list.",
-            setting=name,
-            got=names,
-            cure="Unset one of the two variables.",
-        )
-
-
 def _no_gpu(needs: str, node: int | None) -> ConfigurationError:
     given = {name: os.environ[name] for name in GIVEN if name in os.environ}
     found = [f"{name}={value!r}" for name, value in given.items()]

@@ -21,8 +21,6 @@ class PhaseFile(LineFile):
 
     def __init__(self, folder: Path, rank: int, node: int):
         super().__init__(folder / f"rank{rank}.jsonl", self._warn)
-        # seconds ahead of node 0's clock, once it is measured
-        self.clock_offset: float | None = None
         self.attempt = 1 + max(last_attempt(self.path), last_attempt(folder / "rank0.jsonl"))
         self._node = node
         self._rank = rank
@@ -52,12 +50,7 @@ class PhaseFile(LineFile):
 
     def _keep(self, line: dict[str, Any]) -> None:
         """Add the fields that all lines of this rank have, and keep the line."""
-        own = {
-            "node": self._node,
-            "attempt": self.attempt,
-            "clock_offset": self.clock_offset,
-        }
-        self._lines.append(line | own)
+        self._lines.append(line | {"node": self._node, "attempt": self.attempt})
 
     def flush(self) -> None:
         """Write the lines since the last call. After an error, warn once, drop them, and try again with the next ones.

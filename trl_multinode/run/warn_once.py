@@ -10,6 +10,7 @@ left alone.
 """
 
 import hashlib
+import inspect
 import logging
 import os
 import sys
@@ -48,20 +49,18 @@ class WarnOnce(Hooks):
     def install(self) -> None:
         """Leave out repetitions from now on."""
         if not sys.warnoptions:
-            show = warnings.showwarning
+            module: Any = warnings  # whose names these are is Python's own business
+            show = module._showwarnmsg
 
-            def show_once(
-                message: Warning | str,
-                category: type[Warning],
-                filename: str,
-                lineno: int,
-                *args: Any,
-                **kwargs: Any,
-            ) -> None:
-                if self.is_new(f"{category.__name__}: {message} {filename}:{lineno}"):
-                    show(message, category, filename, lineno, *args, **kwargs)
+            def show_once(found: warnings.WarningMessage) -> None:
+                # a caller that records warnings gets each of them
+                records = inspect.isbuiltin(module._showwarnmsg_impl)
+                text = f"{found.category.__name__}: {found.message} {found.filename}:{found.lineno}"
+                if records or self.is_new(text):
+                    show(found)
 
-            self.replace(warnings, "showwarning", show_once)
+            # `showwarning` would come back where a `catch_warnings()` ends that began before
+            self.replace(warnings, "_showwarnmsg", show_once)
         handle = logging.Logger.handle
 
         def handle_once(logger: logging.Logger, record: logging.LogRecord) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -72,28 +73,15 @@ def device_rows(topology: Topology, devices: EngineDevices) -> dict[str, str]:
 
 
 def throughput(log_history: Sequence[dict], num_devices: int) -> str:
-    """
-    Format the tokens per second (prompts and completions), in total and per device, reserved devices included.
+    """Format the median of the logged tokens per second, in total and per device, reserved devices included.
 
-    TRL's logs hold `num_tokens` (of all ranks, since the start) and `step_time` (mean seconds per step, generation
-    included). The interval before the first log contains the warm-up, so it counts only if there is no other log.
+    The first log contains the warm-up, so it counts only if there is no other one.
     """
-    logs = [entry for entry in log_history if "num_tokens" in entry and "step_time" in entry]
-    if not logs:
+    rates = [entry["perf/tokens_per_s"] for entry in log_history if "perf/tokens_per_s" in entry]
+    if not rates:
         return "not logged yet"
-    start, counted = {"step": 0, "num_tokens": 0}, logs
-    if len(logs) > 1:
-        start, *counted = logs
-    seconds, step = 0.0, start["step"]
-    for entry in counted:
-        seconds += entry["step_time"] * (entry["step"] - step)
-        step = entry["step"]
-    if seconds <= 0.0:
-        return "not logged yet"
-    rate = (logs[-1]["num_tokens"] - start["num_tokens"]) / seconds
-    first, last = start["step"] + 1, logs[-1]["step"]
-    steps = f"step {last}" if first == last else f"steps {first} to {last}"
+    rate = median(rates[1:] or rates)
     return (
         f"{rate:.1f} tokens/s, {rate / num_devices:.1f} per device on {num_devices} devices, reserved ones included "
-        f"(prompts and completions, {steps})"
+        "(prompts and completions in micro-batches)"
     )

@@ -172,7 +172,7 @@ class Resume:
             for converts in (accelerator.is_main_process, accelerator.is_local_main_process):
                 if converts:
                     conversion.make()
-                agreement.meet()
+                agreement.meeting.wait()
         return conversion
 
     @contextmanager
@@ -189,7 +189,7 @@ class Resume:
                 load(engine, folder, **keywords)
                 return
             conversion.load(engine, load, **keywords)
-            self._trainer.host.agreement.meet()
+            self._trainer.host.agreement.meeting.wait()
             if self._accelerator.is_local_main_process:
                 conversion.delete()
 

@@ -23,7 +23,6 @@ from .rules import (
     preemption_problems,
     secret_problems,
     strategy_problems,
-    variable_problems,
 )
 from .rules_batch import world_problems
 from .rules_deepspeed import (
@@ -43,7 +42,6 @@ LAUNCH_RULES = (
     count_problems,
     rank_problems,
     scheduler_problems,
-    variable_problems,
     device_problems,
     secret_problems,
     zero_problems,

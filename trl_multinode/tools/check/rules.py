@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from ...errors import ConfigurationError
 from ...node_settings import NodeSettings
 from ...run.endings.ending import RESUMING
-from ...run.gpu_variables import CUDA, check_gpu_variables, gpu_variable
+from ...run.gpu_variables import CUDA, gpu_variable
 from ...run.preemption import grace_note
 from ...wire.secret import pool_secret
 from ...wire.stop_signals import check_preempt_signal
 from .launch import Launch, Problem, problem_of
-from .reading import PREPARE, rank_variables
+from .reading import PREPARE
 
 # Flags of `accelerate launch` that replace the strategy of a file
 STRATEGIES = {
@@ -114,16 +114,6 @@ def _indivisible(total: int, nodes: int, most: int) -> Problem:
         f" (got {total}, expected {fits})",
         f"write `num_processes:` {fits}",
     )
-
-
-def variable_problems(launch: Launch) -> Iterator[Problem]:
-    """Yield a problem if torch and vLLM would read the variables that hide GPUs in different ways."""
-    if launch.visible is None:
-        return
-    try:
-        check_gpu_variables(rank_variables(launch.args.gpu_ids))
-    except ConfigurationError as error:
-        yield problem_of(error)
 
 
 def _no_gpu_left(launch: Launch) -> Problem:

@@ -12,7 +12,6 @@ import torch
 from accelerate.utils import patch_environment
 
 from ...call_checks import (
-    check_cpu_engines,
     check_dora,
     check_own_folders,
     check_parallelism,
@@ -25,7 +24,6 @@ from ...settings import check_values
 from .deepspeed import FIELDS
 from .launch import Launch, Problem, problem_of
 from .rules_batch import batch_problems
-from .rules_engines import model_config
 
 MAY_BE_FILES = ("accelerator_config", "deepspeed", "fsdp_config")
 
@@ -119,9 +117,6 @@ def _check_call(config: Any, launch: Launch) -> None:
     check_own_folders(config, call, launch.num_nodes)
     check_quantization(SimpleNamespace(), config, call)
     check_dora(config, call)
-    if launch.visible is None and (text := model_config(launch)):
-        # a script may load the model in any dtype
-        check_cpu_engines(text, config, torch.bfloat16)
     if launch.args.use_fsdp:  # `zero_problems` reports the key that a push needs under ZeRO-3
         check_push(config, call)
 

@@ -99,7 +99,6 @@ class PhaseLine(msgspec.Struct, gc=False):
     step: int  # number of steps done before the phase
     node: int
     attempt: int = 1
-    clock_offset: float | None = None
     evaluation: bool = False
 
 
@@ -110,7 +109,6 @@ class MarkLine(msgspec.Struct, gc=False):
     start: float
     node: int
     attempt: int = 1
-    clock_offset: float | None = None
 
 
 class State(msgspec.Struct, gc=False):

@@ -3,11 +3,13 @@
 import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -262,15 +264,24 @@ def _decoded(lines: Sequence[bytes], *decoders: Callable) -> Iterator[Any]:
 def _offsets(ranks: dict[Any, list[PhaseLine | MarkLine]]) -> tuple[dict[int, float], list[str]]:
     """Return the seconds by which the clock of each node is ahead of node 0's, and a note if one is not known.
 
-    Lines before the first meeting of the ranks do not have it yet, so the last one of a node counts.
+    All ranks end a step at the same moment, but for the milliseconds after its last collective, which waits for each
+    of them.
     """
-    every = [line for lines in ranks.values() for line in lines]
-    found = {line.node: line.clock_offset for line in every if line.clock_offset is not None}
-    unknown = {line.node for line in every} - found.keys() - {0}
+    ends: dict[int, dict[int, float]] = defaultdict(dict)  # of each node, by step
+    for line in (line for lines in ranks.values() for line in lines):
+        of_node = ends[line.node]
+        if isinstance(line, PhaseLine) and line.phase == "train":
+            of_node[line.step] = max(line.start + line.total, of_node.get(line.step, 0.0))
+    found = {
+        node: median(of_node[step] - ends[0][step] for step in common)
+        for node, of_node in ends.items()
+        if (common := of_node.keys() & ends[0].keys())
+    }
+    unknown = ends.keys() - found.keys() - {0}
     if not unknown:
         return found, []
     return found, [
-        f"the clock of node {_listed(unknown)} was not measured (no weight sync): its lanes may be shifted"
+        f"the clock of node {_listed(unknown)} is not known (it has no step that node 0 has): its lanes may be shifted"
     ]
 
 
