@@ -347,12 +347,11 @@ def test_a_fact_that_one_rank_of_a_node_lacks_is_named_by_all(tmp_path, store):
 
 
 @pytest.mark.parametrize("which", ["MAY_DIFFER", "MAY_DIFFER_BY_NODE"])
-def test_every_exception_is_a_field_and_has_a_reason(which):
+def test_every_exception_is_a_field(which):
     kinds = (GRPOConfig, MultiNodeRLOOConfig, MultiNodeDistillationConfig, RLOOConfig)
     known = {one.name for kind in kinds for one in fields(kind)}
-    for name, reason in getattr(must_agree, which).items():
-        assert name in known and len(reason.split()) >= 4, name
-    assert not set(must_agree.MAY_DIFFER) & set(must_agree.MAY_DIFFER_BY_NODE)
+    assert getattr(must_agree, which) <= known
+    assert not must_agree.MAY_DIFFER & must_agree.MAY_DIFFER_BY_NODE
 
 
 def test_texts_are_equal_exactly_if_the_values_are():

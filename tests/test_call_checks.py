@@ -7,19 +7,14 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-import torch
 from accelerate import ParallelismConfig
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, PeftType, PromptTuningConfig, get_peft_model
 from refusals import refused
 from transformers import (
     BitsAndBytesConfig,
-    DeepseekV2Config,
     GPT2Config,
-    GraniteMoeHybridConfig,
     Qwen2Config,
-    Qwen3_5Config,
-    Qwen3NextConfig,
 )
 from trl.rewards import accuracy_reward, get_cosine_scaled_reward
 
@@ -444,63 +439,6 @@ def test_tensor_parallelism_must_divide_the_heads():
     with refused("vllm_tensor_parallel_size", got=heads + 1):
         check_model(model, args(vllm_tensor_parallel_size=heads + 1), {})
     check_model(model, args(vllm_tensor_parallel_size=heads), {})
-
-
-BFLOAT16 = {"engine_kwargs": {"dtype": "bfloat16"}}
-KINDS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-
-
-def on_a_cpu(config, folder, devices=((),), call=None, **fields):
-    """Check a call whose engine is on these devices: the CPU, by default."""
-    given = GRPOConfig(str(folder), use_cpu=True, num_generations=2, **fields)
-    host = SimpleNamespace(
-        topology=SimpleNamespace(num_nodes=1, rank=1), devices=SimpleNamespace(per_engine=devices)
-    )
-    if call is None:
-        config.save_pretrained(folder / "model")
-        call = {"model": str(folder / "model")}
-    call_checks.check_call(host, given, call)
-
-
-@pytest.mark.parametrize(
-    ("config", "fields", "setting", "got"),
-    [
-        (Qwen2Config(hidden_size=80, num_attention_heads=2), {}, "model", 40),
-        (DeepseekV2Config(num_hidden_layers=2, kv_lora_rank=32, qk_rope_head_dim=32), {}, "model", 64),
-        (Qwen3NextConfig(**KINDS), {"bf16": False}, "dtype", torch.float32),
-        (Qwen3NextConfig(**KINDS), {"bf16": False, "fp16": True}, "dtype", torch.float16),
-        (Qwen3_5Config(text_config=KINDS), {"engine_kwargs": {"dtype": "float32"}}, "dtype", torch.float32),
-        (GraniteMoeHybridConfig(num_hidden_layers=2, layer_types=["mamba", "attention"]),
-         {"bf16": False}, "dtype", torch.float32),
-        (DeepseekV2Config(num_hidden_layers=2), {"bf16": False}, "dtype", torch.float32),
-    ],
-    ids=["head", "latent", "hybrid", "fp16", "text_config", "mamba", "latent in float32"],
-)  # fmt: skip
-def test_what_the_cpu_build_cannot_run_is_refused_before_a_model_loads(
-    config, fields, setting, got, tmp_path, monkeypatch
-):
-    with refused(setting, "GPU" if setting == "model" else "bf16=True", got=got):
-        on_a_cpu(config, tmp_path, **fields)
-    call = {"model": str(tmp_path / "model")}
-    on_a_cpu(config, tmp_path, (("7",),), call, **fields)  # on a GPU
-    on_a_cpu(config, tmp_path, (), call, **fields)  # a node without engines
-    monkeypatch.setenv("TRL_MULTINODE_ENGINE_MODULE", "another.engine")
-    on_a_cpu(config, tmp_path, ((),), call, **fields)
-
-
-def test_what_the_cpu_build_runs_is_accepted(tmp_path):
-    hybrid = Qwen3NextConfig(**KINDS)
-    for number, fields in enumerate(
-        [
-            {},  # TRL's default is bf16
-            {"bf16": False, **BFLOAT16},
-            {"bf16": False, "model_init_kwargs": {"dtype": "bfloat16"}},
-        ]
-    ):
-        on_a_cpu(hybrid, tmp_path / str(number), **fields)
-    on_a_cpu(Qwen2Config(num_hidden_layers=2), tmp_path / "dense", bf16=False)
-    model = tiny_qwen2()
-    on_a_cpu(None, tmp_path, call={"model": model}, bf16=False)
 
 
 def test_settings_of_a_server_are_named_as_ignored(monkeypatch, tmp_path):

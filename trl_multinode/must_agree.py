@@ -34,42 +34,50 @@ OURS = (
     "trl_multinode",
 )
 
-# field -> why it may differ between ranks
+# fields that may differ between ranks
 MAY_DIFFER = {
-    "local_rank": "it is the rank's own",
-    "report_to": "scripts name a tracker on rank 0 only",
-    "run_name": "only the process that reports reads it, and scripts put a time into it",
-    "project": "only the process that reports reads it",
-    "trackio_space_id": "only the process that reports reads it",
-    "trackio_bucket_id": "only the process that reports reads it",
-    "trackio_static_space_id": "only the process that reports reads it",
-    "disable_tqdm": "it shows or hides a bar",
-    "log_level": "it is about this rank's own lines",
-    "log_level_replica": "it is about this rank's own lines",
-    "hub_token": "it is secret, and only rank 0 pushes",
-    "debug": "it is about this rank's own lines",
-    "skip_memory_metrics": "it is about this rank's own memory",
-    "dataloader_num_workers": "a rank may have more cores; the order of the rows is the same",
-    "dataloader_pin_memory": "it is about this rank's own memory",
-    "dataloader_persistent_workers": "it is about this rank's own processes",
-    "dataloader_prefetch_factor": "it is about this rank's own processes",
-    "dataloader_multiprocessing_context": "it is about this rank's own processes",
-    "num_completions_to_print": "only rank 0 prints",
-    "vllm_server_base_url": "node mode has no server",
-    "vllm_server_host": "node mode has no server",
-    "vllm_server_port": "node mode has no server",
-    "vllm_group_port": "node mode has no server",
+    # the rank's own
+    "local_rank",
+    # scripts name a tracker on rank 0 only, which alone reads the rest, and put a time into the name of a run
+    "report_to",
+    "run_name",
+    "project",
+    "trackio_space_id",
+    "trackio_bucket_id",
+    "trackio_static_space_id",
+    # about this rank's own lines
+    "disable_tqdm",
+    "log_level",
+    "log_level_replica",
+    "debug",
+    "num_completions_to_print",
+    # secret, and only rank 0 pushes
+    "hub_token",
+    # about this rank's own memory, cores and processes; the order of the rows is the same
+    "skip_memory_metrics",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "dataloader_persistent_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context",
+    # node mode has no server
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_group_port",
 }
 
-# field -> why it may differ between nodes, but not between the ranks of a node
+# fields that may differ between nodes, but not between the ranks of a node
 MAY_DIFFER_BY_NODE = {
-    "vllm_devices": "a node may have other GPUs",
-    "num_engines": "a node may have other GPUs",
-    "engine_kwargs": "a node may have other GPUs, or other paths",
-    "vllm_gpu_memory_utilization": "a node may have other GPUs",
-    "model_init_kwargs": "it may hold paths of the node",
-    "deepspeed": "it may be a path of the node; its contents are compared",
-    "fsdp_config": "it may be a path of the node; what accelerate read of it is compared",
+    # a node may have other GPUs
+    "vllm_devices",
+    "num_engines",
+    "engine_kwargs",
+    "vllm_gpu_memory_utilization",
+    # with paths of the node; what was read of the last two is compared
+    "model_init_kwargs",
+    "deepspeed",
+    "fsdp_config",
 }
 
 # fact that differs between nodes of other shapes, which is no error

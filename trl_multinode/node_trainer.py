@@ -23,9 +23,8 @@ from .libraries import check_trl, replaced
 from .model_outline import outline
 from .must_agree import check_agreement, check_training
 from .node_settings import check_supported, is_node_mode
-from .reporting.callbacks import Trackers, report_steps
-from .reporting.history import LogHistory
-from .reporting.record import RunRecord
+from .reporting.callbacks import Alerts, report_steps
+from .reporting.record import RunRecord, without_nodes
 from .reporting.setup import report_choices, report_start
 from .reporting.steps import StepReport
 from .rollouts.aligning import aligned_before_gather
@@ -152,13 +151,11 @@ class NodeTrainer(HubTrainer):
         self._eval_rounds = 0
         self._meter = StalenessMeter(self.args)
         iterations = getattr(self, "num_iterations", 1)
-        self._history = LogHistory()
         self._report = StepReport(
             host, self.accelerator, self._meter, self.vllm_generation, self.model, iterations
         )
         report_steps(self.callback_handler.callbacks)
-        # behind those of the trackers, which begin their runs
-        self.add_callback(Trackers(self.callback_handler.callbacks))
+        self.add_callback(Alerts())
         self._record = RunRecord(host, self.args, self.model) if host.topology.rank == 0 else None
         self._resume = Resume(self)
         host.watch.ending.checkpoint = partial(newest_whole, Path(self.args.output_dir))
@@ -347,14 +344,13 @@ class NodeTrainer(HubTrainer):
         # all ranks log `loss`; a script may log other values on one rank
         if self.host is not None and "loss" in logs:
             steps_left = self.state.max_steps - self.state.global_step
-            found = self._history.named(
-                self._report.metrics(self.vllm_generation.last_sync, steps_left)
-            )
+            found = self._report.metrics(self.vllm_generation.last_sync, steps_left)
         super().log(logs | found, start_time)
         if self.host is not None and self.state.log_history:
-            self._history.add(self.state.log_history[-1], frozenset(found))
+            # every rank and every checkpoint keep the history
+            kept = self.state.log_history[-1] = without_nodes(self.state.log_history[-1])
             if self._record is not None:
-                self._record.add_log(self.state.log_history[-1])
+                self._record.add_log(kept)
 
 
 class RewardedNodeTrainer(NodeTrainer):

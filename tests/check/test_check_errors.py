@@ -232,7 +232,6 @@ ELSEWHERE = {
     ],
     "`output_dir` and its checkpoints": [
         "run/begin.py: check_writable",
-        "saving/checkpoint_files.py: check_format",
         "saving/checkpoint_files.py: no_resume",
         "saving/checkpoints.py: _check_without_common",
         "saving/checkpoints.py: other_ranks",

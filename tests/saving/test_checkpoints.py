@@ -10,9 +10,7 @@ from refusals import refused
 from trl.trainer.utils import RepeatSampler
 
 from trl_multinode.saving.checkpoint_files import (
-    FORMAT,
     check_finished,
-    check_format,
     epochs_behind,
     has_optimizer,
     newest_whole,
@@ -308,28 +306,25 @@ def test_a_checkpoint_with_half_of_the_optimizers_state_is_refused(tmp_path, mis
         has_optimizer(tmp_path)
 
 
-# ---- formats
+# ---- metadata
 
 
-def test_a_checkpoint_names_its_format_and_one_without_is_taken(tmp_path):
+def test_a_checkpoint_has_metadata_and_one_without_is_taken(tmp_path):
     with CheckpointLog(tmp_path, accelerator()).saving(2) as folder:
         finish(folder)
     written = json.loads((folder / "multinode.json").read_text())
     assert written == {
-        "format": FORMAT, "trl_multinode": metadata.version("trl-multinode"), "ranks": 2, "rows": 0,
+        "in_flight": False, "trl_multinode": metadata.version("trl-multinode"), "ranks": 2, "rows": 0,
         "files": {"trainer_state.json": None},
     }  # fmt: skip
-    check_format(folder)
     (folder / "multinode.json").unlink()  # plain TRL
-    check_format(folder)
+    check_finished(folder, reads_files=True)
 
 
-@pytest.mark.parametrize(
-    ("text", "got"), [('{"format": 9, "trl_multinode": "3.1"}', 9), ('{"form', None), ("[1]", None)]
-)
-def test_a_newer_format_is_refused_with_the_cure(tmp_path, text, got):
+@pytest.mark.parametrize("reads_files", [True, False])
+@pytest.mark.parametrize("text", ['{"form', "[1]"])
+def test_metadata_that_are_cut_off_are_refused_by_every_rank(tmp_path, text, reads_files):
+    finish(tmp_path)
     (tmp_path / "multinode.json").write_text(text)
-    with refused(
-        "resume_from_checkpoint", "resume_from_checkpoint", got=tmp_path if got is None else got
-    ):
-        check_format(tmp_path)
+    with refused("resume_from_checkpoint", "resume_from_checkpoint", got=tmp_path):
+        check_finished(tmp_path, reads_files)

@@ -420,13 +420,6 @@ def test_zero_states_are_no_part_of_a_checkpoint_without_deepspeed(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["multinode.json"]
 
 
-def test_a_checkpoint_of_a_newer_format_is_refused_at_the_resume(tmp_path):
-    folder = saved_at(3, tmp_path)
-    (folder / "multinode.json").write_text('{"format": 3, "trl_multinode": "0.9", "ranks": 2}')
-    with refused("resume_from_checkpoint", got=3, expected=2):
-        Resume(trainer_at(3, tmp_path)).choose(str(folder))
-
-
 @pytest.mark.parametrize("content", ["missing", "strange", "cut off"])
 def test_a_run_goes_on_without_a_rollouts_file_of_ours_and_logs_rank_and_folder(
     tmp_path, content, caplog
@@ -487,7 +480,7 @@ def after_steps(tmp_path, rows: int, epoch: float = 1.5) -> Path:
     folder.mkdir(parents=True)
     state = {"epoch": epoch, "global_step": 6}
     (folder / "trainer_state.json").write_text(json.dumps(state))
-    (folder / "multinode.json").write_text(json.dumps({"format": 1, "ranks": 2, "rows": rows}))
+    (folder / "multinode.json").write_text(json.dumps({"ranks": 2, "rows": rows}))
     return folder
 
 
@@ -526,7 +519,7 @@ def test_larger_steps_in_the_same_folder_are_refused(tmp_path):
 @pytest.mark.parametrize(("was", "ranks", "without"), [(3, 1, "[0]"), (1, 2, "[0, 1]")])
 def test_random_states_that_begin_anew_are_named(tmp_path, capsys, caplog, was, ranks, without):
     folder = after_steps(tmp_path, 2 * ranks, epoch=0.5)
-    metadata = {"format": 1, "ranks": was, "rows": 2 * ranks}
+    metadata = {"ranks": was, "rows": 2 * ranks}
     (folder / "multinode.json").write_text(json.dumps(metadata))
     Resume(trainer_at(6, tmp_path, Alone() if ranks == 1 else None)).choose(str(folder))
     assert f"those of the ranks {without}" in caplog.text + capsys.readouterr().out

@@ -22,7 +22,6 @@ from multinode_kit.models import tiny_qwen2
 from trl_multinode.errors import HubPushError
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.node_trainer import NodeTrainer
-from trl_multinode.reporting.history import LogHistory
 from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import Topology
 from trl_multinode.saving import pushing
@@ -60,7 +59,6 @@ class Saving(NodeTrainer):
         )
         self.vllm_generation = SimpleNamespace(rounds=None)
         self._step, self.num_iterations = 0, 1
-        self._history = LogHistory()
         self._initial_global_step = 0  # transformers 5.23 reads it at the end of a training
         self.use(folder)
 

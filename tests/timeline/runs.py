@@ -21,7 +21,9 @@ def rank_lines(rank: int, attempt: int = 1, begin: float = BEGIN) -> list[dict]:
     node, found = rank // 2, []
     fixed = {"node": node, "attempt": attempt}
     begin += AHEAD_S * node
-    found.append({"phase": "set-up", "start": begin - 20, "seconds": 15.0, "total": 15.0, "step": 0} | fixed)
+    found.append(
+        {"phase": "set-up", "start": begin - 20, "seconds": 15.0, "total": 15.0, "step": 0} | fixed
+    )
     for step in range(STEPS):
         at, wait = begin + 10 * step, 1.0 - node
         inner = [("sync", 0.5, 1.0), ("wait", 1.5, wait), ("reward", 4.0, 2.0)]

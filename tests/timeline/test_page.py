@@ -165,7 +165,7 @@ def test_a_run_started_with_its_first_phase_and_its_completions_begin_with_numbe
     run = read_run([write_run(tmp_path)])
     data = page_data(run, range(1, STEPS + 1))
     assert data["started"] == run.begin != run.settings["time"]
-    assert ["seconds per step", "perf/step_s"] in data["overview"]
+    assert ("seconds per step", "perf/step_s") in data["overview"]
     assert data["completions"]["columns"] == [
         "accuracy_reward",
         "advantage",

@@ -134,9 +134,11 @@ def long_run(tmp_path, monkeypatch):
         lines = runs.rank_lines(rank) + runs.rank_lines(rank, attempt=2, begin=runs.BEGIN + 9000)
         runs.write_lines(phases / f"rank{rank}.jsonl", lines)
     path = phases / "rank2.jsonl"
-    path.write_bytes(path.read_bytes()[:-20_000])
+    path.write_bytes(path.read_bytes()[:-16_000])
     (phases / "rank0.jsonl").rename(phases / "rank0.jsonl.1")
-    runs.write_lines(phases / "rank0.jsonl", runs.rank_lines(0, attempt=2)[-9:])
+    runs.write_lines(
+        phases / "rank0.jsonl", runs.rank_lines(0, attempt=2, begin=runs.BEGIN + 9000)[-9:]
+    )
     assert all(path.stat().st_size > TAILS[0] for path in phases.glob("rank[123].jsonl"))
     return folder
 
@@ -146,6 +148,7 @@ def long_run(tmp_path, monkeypatch):
     [
         ["--steps", "-3:"],
         ["--steps", "-60:-58", "--nodes", "1"],
+        ["--steps", "-3:", "--nodes", "1"],
         ["--steps", "300"],
         ["--steps", "1:2"],
         ["--steps", "-2:", "--attempt", "1"],

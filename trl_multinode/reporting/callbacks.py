@@ -1,12 +1,10 @@
-"""Callbacks for the reader of a log: a line per step in the place of transformers' dictionary, charts and alerts."""
+"""Callbacks for the reader of a log: a line per step in the place of transformers' dictionary, and alerts."""
 
 import sys
-from contextlib import suppress
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from ..overview import overview
 from ..run.reporter import show, warn
 from .alerts import alerts, slow_nodes
 from .lines import node_table, other_line, rendered, step_line
@@ -60,33 +58,20 @@ class StepLinesAboveBar(StepLines):
         ProgressCallback.on_train_begin(self, *args, **kwargs)
 
 
-class Trackers(TrainerCallback):
-    """
-    On rank 0, give the trackers their first charts and what in a log needs a person, which is also a warning, once.
+class Alerts(TrainerCallback):
+    """Warn on rank 0 of what in a log needs a person, once."""
 
-    transformers' own callbacks begin the runs of the trackers and log all metrics; this one comes behind them.
-
-    Args:
-        callbacks (`list[TrainerCallback]`):
-            Callbacks of the trainer. Only the one of TensorBoard knows the writer of the run.
-    """
-
-    def __init__(self, callbacks: list[TrainerCallback]) -> None:
-        self._callbacks = callbacks
+    def __init__(self) -> None:
         self._told: set[str] = set()
         self._slow: dict[int, int] = {}  # node -> logs in a row in which it was slow
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not state.is_world_process_zero or "perf/step_s" not in (logs or {}):
             return
-        every = [*alerts(logs), *self._slow_for_long(slow_nodes(logs))]
-        found = [(title, text) for title, text in every if title not in self._told]
-        for title, text in found:
-            self._told.add(title)
-            warn(f"step {state.global_step}: {title}: {text}")
-        for tracker in _TRACKERS.keys() & set(args.report_to):
-            with suppress(Exception):  # a run does not end for its tracker
-                _TRACKERS[tracker](overview(logs), state.global_step, found, self._callbacks)
+        for title, text in [*alerts(logs), *self._slow_for_long(slow_nodes(logs))]:
+            if title not in self._told:
+                self._told.add(title)
+                warn(f"step {state.global_step}: {title}: {text}")
 
     def _slow_for_long(self, slow: dict[int, str]) -> list[tuple[str, str]]:
         self._slow = {node: self._slow.get(node, 0) + 1 for node in slow}
@@ -95,33 +80,6 @@ class Trackers(TrainerCallback):
             for node, text in slow.items()
             if self._slow[node] >= LOGS_SLOW
         ]
-
-
-def _to_trackio(charts: dict[str, Any], step: int, found: list[tuple[str, str]], _: Any) -> None:
-    import trackio
-
-    trackio.log(charts, step=step)
-    for title, text in found:
-        trackio.alert(title, text)
-
-
-def _to_wandb(charts: dict[str, Any], step: int, found: list[tuple[str, str]], _: Any) -> None:
-    import wandb
-
-    # the x axis that transformers has defined for every metric
-    wandb.log(charts | {"train/global_step": step})
-    for title, text in found:
-        wandb.run.alert(title, text)
-
-
-def _to_tensorboard(charts: dict[str, Any], step: int, _: Any, callbacks: list[Any]) -> None:
-    for callback in callbacks:
-        if (writer := getattr(callback, "tb_writer", None)) is not None:
-            for name, value in charts.items():
-                writer.add_scalar(name, value, step)
-
-
-_TRACKERS = {"trackio": _to_trackio, "wandb": _to_wandb, "tensorboard": _to_tensorboard}
 
 
 def report_steps(callbacks: list[TrainerCallback]) -> None:

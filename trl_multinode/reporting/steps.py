@@ -118,7 +118,6 @@ class StepReport:
             **self._eta(ranks, steps, steps_left),
             **summarize_rounds(ranks, idle),
             **sync_metrics(sync, stages, host.topology),
-            **self._host_device_traffic(sync),
             **self._pool(ranks),
         }
 
@@ -131,17 +130,6 @@ class StepReport:
         gpu_gib, gpu_share = gpu_memory(self._accelerator.device)
         host_gib = psutil.Process().memory_info().rss / GIB
         return now - since, tokens, squares, trained, gpu_gib, gpu_share, host_gib
-
-    def _host_device_traffic(self, sync: SyncTimings) -> dict[str, float]:
-        """Return what the last sync moved between a node's GPUs and its memory; nothing if it moved nothing there.
-
-        The local main process writes each bucket into host memory, and every worker of the engines reads all of it.
-        """
-        per_engine = self._host.devices.per_engine
-        workers = sum(map(len, per_engine))
-        if self._host.rank.transport[0] != "host" or not workers:
-            return {}
-        return {"sync/host_device_mib": sync.num_bytes * (1 + workers) / 2**20}
 
     def _pool(self, ranks: list[RankNumbers]) -> dict[str, float]:
         """Publish the use of all engines for the scheduler of agents, and return it. Rank 0 of a run with agents."""

@@ -6,16 +6,12 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ..errors import ConfigurationError
-from ..libraries import installed, upgrade_command
+from ..libraries import installed
 from .rotation import step_of, sync
 
 PREFIX = "checkpoint-"
 STATE_FILE = "trainer_state.json"  # transformers writes it last
-METADATA_FILE = "multinode.json"
-# Format of the files that this library adds. A checkpoint without `METADATA_FILE` is one of plain TRL. A change that a
-# version without it would misread needs a new number, in the checkpoints that have it.
-FORMAT = 1
-FORMAT_IN_FLIGHT = 2  # groups of several rounds are open
+METADATA_FILE = "multinode.json"  # plain TRL writes none
 OWN = Path("_multinode")  # beside the checkpoints; Hub pushes exclude `_*`
 MARKERS = OWN / "saving"
 # Users edit these (a learning rate, a chat template), so only their presence and their form are compared.
@@ -51,12 +47,13 @@ def why_unfinished(folder: Path) -> str | None:
         return "unfinished, because the run ended while it was written"
     try:
         epochs_behind(folder)
+        was_in_flight(folder)
         if any(folder.glob("global_step*")) and not (folder / "latest").is_file():
             return "unfinished, DeepSpeed's file `latest` is missing on this node"
     except FileNotFoundError:
         return f"unfinished, {STATE_FILE} is missing on this node"
-    except (ValueError, KeyError, TypeError):
-        return f"unfinished, its {STATE_FILE} is cut off"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"unfinished, its {STATE_FILE} or {METADATA_FILE} is cut off"
     except OSError as error:
         return f"not readable on this node ({error})"
     return None
@@ -157,33 +154,6 @@ def has_optimizer(folder: Path) -> bool:
     return optimizer
 
 
-def check_format(folder: Path) -> None:
-    """Check that this version can read what a version of this library added to a checkpoint.
-
-    Raises:
-        `ConfigurationError`: if a newer version wrote it, or if the metadata cannot be read.
-    """
-    try:
-        found = read_metadata(folder)
-        number = int(found.get("format", 0))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise no_resume(
-            folder,
-            f"{folder}/{METADATA_FILE} cannot be read ({error}), so the checkpoint may be damaged.",
-            "Name another one: `train(resume_from_checkpoint=PATH)`.",
-        ) from error
-    if number > FORMAT_IN_FLIGHT:
-        writer = found.get("trl_multinode")
-        raise ConfigurationError(
-            f"{folder} has the checkpoint format {number} of trl_multinode {writer}; the installed version "
-            f"{OWN_VERSION} knows formats up to {FORMAT_IN_FLIGHT}.",
-            setting="resume_from_checkpoint",
-            got=number,
-            expected=FORMAT_IN_FLIGHT,
-            cure=f"Upgrade it ({upgrade_command()}), or {from_its_weights(folder)}",
-        )
-
-
 def read_metadata(folder: Path) -> dict:
     """Read the metadata of a checkpoint; empty for one of plain TRL."""
     try:
@@ -194,13 +164,12 @@ def read_metadata(folder: Path) -> dict:
 
 def was_in_flight(folder: Path) -> bool:
     """Return whether groups of several rounds were open when a checkpoint was written."""
-    return read_metadata(folder).get("format") == FORMAT_IN_FLIGHT
+    return read_metadata(folder).get("in_flight", False)
 
 
 def write_metadata(folder: Path, rank: int, ranks: int, in_flight: bool, rows: int) -> None:
-    """Write format, version, ranks and rows of a step of this launch; nodes that share the folder write the same."""
-    number = FORMAT_IN_FLIGHT if in_flight else FORMAT
-    content = {"format": number, "trl_multinode": OWN_VERSION, "ranks": ranks, "rows": rows}
+    """Write version, ranks and rows of a step of this launch; nodes that share the folder write the same."""
+    content = {"in_flight": in_flight, "trl_multinode": OWN_VERSION, "ranks": ranks, "rows": rows}
     _replace_metadata(folder, rank, content)
 
 

@@ -15,7 +15,6 @@ from ..run.endings.ending import RESUMING
 from ..run.reporter import report, warn
 from .checkpoint_files import (
     check_finished,
-    check_format,
     epochs_behind,
     has_optimizer,
     newest_whole,
@@ -97,7 +96,6 @@ class Resume:
         return folder
 
     def _check(self, folder: Path) -> None:
-        check_format(folder)
         if not has_optimizer(folder) and self._accelerator.is_main_process:
             warn(
                 f"{folder} has no optimizer state (save_only_model): optimizer and schedule begin anew."
@@ -262,7 +260,8 @@ class Resume:
         if self._steps is not None:
             # the schedule that was loaded counts the steps of the checkpoint
             scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
-            scheduler.step(self._steps)
+            scheduler.last_epoch = self._steps - 1
+            scheduler.step()
         if self._folder is not None:
             self._restore(self._folder)
 

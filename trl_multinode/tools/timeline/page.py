@@ -6,7 +6,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from ...overview import OVERVIEW
 from .lanes import COLORS, STEP_PHASES, Lane
 from .reading import Run
 from .table import step_seconds, title
@@ -15,7 +14,17 @@ FILES = Path(__file__).parent / "page_files"
 MOST_PIECES = 40_000  # of the timeline: 1 MB of the page, and drawn in below 0.1 s
 MOST_BARS = 100_000  # nodes x steps of the bars
 PHASES = list(COLORS)
-CHARTS = [[name[2:].replace("_", " "), metric] for name, metric in OVERVIEW.items()]
+# to look at first, in the order of the questions in docs/operate/observe.md
+CHARTS = {
+    "reward": "reward",
+    "groups of equal rewards": "frac_reward_zero_std",
+    "completion tokens": "completions/mean_length",
+    "clipped completions": "completions/clipped_ratio",
+    "logprob difference": "sampling/sampling_logp_difference/mean",
+    "seconds per step": "perf/step_s",
+    "engines busy": "engine/busy",
+    "ranks busy": "perf/rank_busy_share",
+}
 RUN = ("model", "nodes", "ranks_per_node", "engines_per_node", "engine_gpus")
 
 
@@ -74,7 +83,7 @@ def page_data(run: Run, steps: range) -> dict[str, Any]:
         "defaults": run.settings.get("defaults", {}),
         "versions": run.settings.get("versions", {}),
         "metrics": metrics(run.logs),
-        "overview": CHARTS,
+        "overview": list(CHARTS.items()),
         "completions": run.completions,
         "bars": bars(run, steps),
         "timeline": {

@@ -42,6 +42,7 @@ class Run:
     # by step of the log: begin on the first rank
     starts: dict[int, float] = field(default_factory=dict)
     ends: list[Any] = field(default_factory=list)  # see `Lines`
+    shifted: set[int] = field(default_factory=set)  # nodes whose clock is not known
 
     @cached_property
     def logs(self) -> list[dict[str, Any]]:
@@ -84,7 +85,7 @@ class Run:
         The first lines of an end may lack the phases inside them, so it must begin one step earlier still.
         """
         begin = self.starts.get(steps[0] - 2, float("-inf"))
-        return all(
+        return not self.shifted and all(
             line is not None and (line.attempt, line.start) < (self.attempt, begin)
             for line in self.ends
         )
@@ -93,9 +94,16 @@ class Run:
         """Return the run between the begin of the first and the end of the last of some steps.
 
         The phases of ranks are kept whole, and the states of engines are cut.
+
+        Raises:
+            `TimelineError`: if no rank has one of the steps.
         """
         ranks = {lane.name: lane.of_steps(steps) for lane in self.lanes if lane.kind == "rank"}
         part = replace(self, lanes=[lane for lane in ranks.values() if lane.spans])
+        if not part.lanes:
+            raise TimelineError(
+                f"no rank of node {_listed(set(self.nodes))} has one of the steps {steps[0]} to {steps[-1]}"
+            )
         lanes = [ranks.get(lane.name) or lane.within(part.begin, part.end) for lane in self.lanes]
         starts = {step: at for step, at in self.starts.items() if step in steps}
         return replace(
@@ -130,9 +138,13 @@ def read_run(folders: Sequence[Path], attempt: int | None = None, tail: int = sy
         )
     states = read_phases(folders, ENGINE, (State,), tail)
     ranks = phases.of_attempt(chosen)
-    offsets, notes = _offsets(ranks)
+    offsets = _offsets(ranks)
     lanes = _lanes(ranks, states.of_attempt(chosen), offsets)
-    run = Run(lanes, chosen, attempts, folders, notes, starts=_starts(lanes))
+    run = Run(lanes, chosen, attempts, folders, starts=_starts(lanes))
+    run.shifted = set(run.nodes) - offsets.keys() - {0}
+    if run.shifted:
+        what = "it has no step that node 0 has too: its lanes may be shifted"
+        run.notes.append(f"the clock of node {_listed(run.shifted)} is not known, because {what}")
     run.ends = [*phases.ends, *states.ends]
     if missing := phases.nodes() - set(run.nodes):
         what = "it ended before its first phase, or was not part of it"
@@ -261,8 +273,8 @@ def _decoded(lines: Sequence[bytes], *decoders: Callable) -> Iterator[Any]:
         yield found
 
 
-def _offsets(ranks: dict[Any, list[PhaseLine | MarkLine]]) -> tuple[dict[int, float], list[str]]:
-    """Return the seconds by which the clock of each node is ahead of node 0's, and a note if one is not known.
+def _offsets(ranks: dict[Any, list[PhaseLine | MarkLine]]) -> dict[int, float]:
+    """Return the seconds by which the clock of each node is ahead of node 0's, if they have a step in common.
 
     All ranks end a step at the same moment, but for the milliseconds after its last collective, which waits for each
     of them.
@@ -272,17 +284,11 @@ def _offsets(ranks: dict[Any, list[PhaseLine | MarkLine]]) -> tuple[dict[int, fl
         of_node = ends[line.node]
         if isinstance(line, PhaseLine) and line.phase == "train":
             of_node[line.step] = max(line.start + line.total, of_node.get(line.step, 0.0))
-    found = {
+    return {
         node: median(of_node[step] - ends[0][step] for step in common)
         for node, of_node in ends.items()
         if (common := of_node.keys() & ends[0].keys())
     }
-    unknown = ends.keys() - found.keys() - {0}
-    if not unknown:
-        return found, []
-    return found, [
-        f"the clock of node {_listed(unknown)} is not known (it has no step that node 0 has): its lanes may be shifted"
-    ]
 
 
 def _listed(nodes: set[int]) -> str:
