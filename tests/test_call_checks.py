@@ -13,8 +13,6 @@ from peft import LoraConfig, PeftModel, PeftType, PromptTuningConfig, get_peft_m
 from refusals import refused
 from transformers import (
     BitsAndBytesConfig,
-    GPT2Config,
-    Qwen2Config,
 )
 from trl.rewards import accuracy_reward, get_cosine_scaled_reward
 
@@ -64,19 +62,6 @@ def test_quantized_weights_are_refused_wherever_they_are_asked_for(
     with refused("quantization_config", "LoRA") as caught:
         check_model(model(), args(**fields), call)
     record_property("message", str(caught.value))
-
-
-@pytest.mark.parametrize(
-    ("config", "adapter", "found"),
-    [
-        (GPT2Config(), None, ["resid_pdrop=0.1", "embd_pdrop=0.1", "attn_pdrop=0.1"]),
-        (Qwen2Config(), LoraConfig(lora_dropout=0.05), ["lora_dropout=0.05"]),
-        (Qwen2Config(attention_dropout=0.2), LoraConfig(), ["attention_dropout=0.2"]),
-        (Qwen2Config(), None, []),
-    ],
-)
-def test_dropout_is_named_before_the_model_loads(config, adapter, found):
-    assert call_checks.dropouts_of(config, adapter) == found
 
 
 def test_methods_of_peft_are_sent_or_refused_before_a_model_loads():
@@ -410,17 +395,15 @@ def test_calls_that_supply_what_a_reward_needs_are_accepted(monkeypatch):
             6,
             16,
             1,
-            r"24 rows \(6 prompts x 4\) in batches of 16: the last batch has 8 rows.*eval_batch_size=12`",
+            r"24 rows \(6 prompts x 4\) in batches of 16: the last batch has 8 rows",
         ),
-        (6, 8, 2, r"the last batch is filled up with 8 copies.*eval_batch_size=6`"),
-        (7, 8, 2, r"the last batch is filled up with 4 copies.*eval_batch_size=2`"),
-        (7, 3, 4, r"the last batch is filled up with 8 copies.*eval_batch_size=1`"),
-        (5, 1, 8, r"the last batch is filled up with 4 copies.*multiple of 2 prompts"),
+        (6, 8, 2, r"the last batch is filled up with 8 copies"),
+        (7, 8, 2, r"the last batch is filled up with 4 copies"),
+        (7, 3, 4, r"the last batch is filled up with 8 copies"),
+        (5, 1, 8, r"the last batch is filled up with 4 copies"),
     ],
 )
-def test_an_evaluation_whose_last_batch_weighs_more_is_named_with_a_batch_that_is_even(
-    prompts, per_device, ranks, says
-):
+def test_an_evaluation_whose_last_batch_weighs_more_is_named(prompts, per_device, ranks, says):
     given = SimpleNamespace(
         eval_strategy="steps",
         num_generations=4,

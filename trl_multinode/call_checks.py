@@ -1,7 +1,6 @@
 """Pre-flight checks of a trainer's arguments, before any weights file is opened."""
 
 import inspect
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -77,19 +76,9 @@ def check_call(host: Any, args: TrainingArguments, call: Call) -> None:
     if host.topology.rank == 0:
         for text in uneven_evaluations(args, call):
             warn(text)
-        warn_of_dropout(args, dropouts_of(config, call.get("peft_config")))
     if ignored := ignored_settings(args):
         reason = "engines belong to their node's local main process, and any rank may send a request at any time"
         warn(f"{', '.join(ignored)}: no effect in node mode, because {reason}.")
-
-
-def warn_of_dropout(args: TrainingArguments, dropouts: list[str]) -> None:
-    """Warn of dropout layers that are on."""
-    if dropouts and not args.disable_dropout:
-        warn(
-            f"dropout is on ({', '.join(dropouts)}): its noise is in the trainer's log-probs, where TRL's importance "
-            "ratio and the check for stale weights count it. `disable_dropout=True` turns it off."
-        )
 
 
 def check_context(args: Any, max_positions: int) -> None:
@@ -108,20 +97,6 @@ def check_context(args: Any, max_positions: int) -> None:
             expected=max_positions,
             cure="Leave it unset, or raise it.",
         )
-
-
-def dropouts_of(config: PreTrainedConfig, adapter: Any) -> list[str]:
-    """Return the settings of a model and its adapter that switch dropout layers of its language model on."""
-    known = config.get_text_config().to_dict() | {
-        "lora_dropout": getattr(adapter, "lora_dropout", 0.0)
-    }
-    return [
-        f"{name}={rate:g}"
-        for name, rate in known.items()
-        if name.endswith(("dropout", "pdrop", "dropout_prob"))
-        and not name.startswith(("classifier", "summary"))
-        if isinstance(rate, float) and rate > 0
-    ]
 
 
 def check_fsdp_version() -> None:
@@ -354,21 +329,9 @@ def uneven_evaluations(args: TrainingArguments, call: Call) -> Iterator[str]:
             yield (
                 f"an evaluation has {rows} rows ({len(dataset)} prompts x {per_prompt}) in batches of {batch}: the "
                 f"last batch {how}, and TRL's metrics, `eval_reward` included, are means over batches, so its rows "
-                f"weigh more or count twice.{_even_evaluation(args, rows, per_prompt)}"
+                "weigh more or count twice. Choose `per_device_eval_batch_size`, or the prompts, so that all batches "
+                "are full."
             )
-
-
-def _even_evaluation(args: TrainingArguments, rows: int, per_prompt: int) -> str:
-    smaller = range(args.per_device_eval_batch_size - 1, 0, -1)
-    even = (
-        size
-        for size in smaller
-        if not rows % (size * args.world_size) and not size * args.world_size % per_prompt
-    )
-    if (size := next(even, None)) is not None:
-        return f" `per_device_eval_batch_size={size}` makes all batches equal."
-    prompts = math.lcm(args.per_device_eval_batch_size * args.world_size, per_prompt) // per_prompt
-    return f" A multiple of {prompts} prompts makes all batches equal."
 
 
 def check_rewards(call: Call, removes_columns: bool = False) -> None:

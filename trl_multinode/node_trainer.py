@@ -386,8 +386,7 @@ class RewardedNodeTrainer(NodeTrainer):
         if self.host is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._texts.remember(prompts, completions)
-        aligned = aligned_before_gather(self._code(), self.host.updates.align)
-        with self.host.phases("reward"), aligned, self._reward_calls.limited(self):
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._reward_calls.log_all_nan(self, rewards)
-        return rewards
+        calculate = partial(
+            super()._calculate_rewards, inputs, prompts, completions, completion_ids_list
+        )
+        return self._reward_calls.rewards(self, self._code(), calculate)

@@ -234,7 +234,7 @@ ELSEWHERE = {
         "run/begin.py: check_writable",
         "saving/checkpoint_files.py: no_resume",
         "saving/checkpoints.py: _check_without_common",
-        "saving/checkpoints.py: other_ranks",
+        "saving/checkpoints.py: ranks_of_zero",
         "saving/open_groups.py: _index_of",
         "saving/open_groups.py: _row_of",
         "saving/open_groups.py: check_same_way",

@@ -164,7 +164,7 @@ def test_a_node_whose_script_fails_before_the_import_ends_the_others_soon(tmp_pa
 
 @pytest.mark.nightly
 @pytest.mark.fault("aborted")
-def test_a_save_of_one_rank_ends_with_the_rank_that_its_collective_aborted_and_that_ranks_last_line(
+def test_a_save_of_one_rank_ends_with_the_rank_that_its_collective_aborted(
     tmp_path,
 ):
     """Rank 1 gets the parameters of rank 0 where it expects a loss, and gloo aborts it: it can report nothing."""
@@ -180,7 +180,7 @@ def test_a_save_of_one_rank_ends_with_the_rank_that_its_collective_aborted_and_t
         }
     (line,) = lines
     assert re.search(
-        r"phase (between steps|train): the process of rank \d .*killed by SIGABRT; its last line: ",
+        r"phase (between steps|train): the process of rank \d .*killed by SIGABRT",
         line,
     )
     assert "only some ranks call" in line

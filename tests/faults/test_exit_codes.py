@@ -8,12 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import HashStore
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_multinode import errors
-from trl_multinode.run import addresses
-from trl_multinode.run import store as run_store
 from trl_multinode.run.begin import begin_run
 from trl_multinode.run.endings import exit_codes
 from trl_multinode.run.endings.ending import Ending
@@ -101,23 +98,6 @@ CODES = [
 @pytest.mark.parametrize(("error", "has_trainer", "code"), CODES)
 def test_row_exit_codes_of_errors(error, has_trainer, code):
     assert exit_codes.code_of(error, has_trainer) == code
-
-
-def test_a_line_names_the_node_of_an_address():
-    client = HashStore()
-    store = run_store.RunStore(node(0), client)
-    for number, found in enumerate((["10.0.0.1", "172.17.0.1"], ["10.0.0.2", "172.17.0.1"])):
-        client.set(f"address/{number}", json.dumps(found))
-    lines = {
-        "[gloo/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4242": "closed by peer node 1 [10.0.0.2]:4242",
-        "socketProgress: Connection closed by remote peer 10.0.0.2<4242>": "remote peer node 1 10.0.0.2<4242>",
-        "connect to [172.17.0.1]:80": "connect to [172.17.0.1]:80",  # a bridge that every node has
-        "vllm 0.26.0.1: 3 rows": "vllm 0.26.0.1: 3 rows",
-    }
-    for line, expected in lines.items():
-        assert addresses.with_nodes(line, store).endswith(expected)
-    addresses.register(store)
-    assert "127.0.0.1" not in json.loads(client.get("address/0"))
 
 
 def node(number: int, local: int = 0) -> Topology:

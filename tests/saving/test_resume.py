@@ -21,7 +21,7 @@ from trl_multinode.rollouts.saved_groups import decoded
 from trl_multinode.run.phases import Phases
 from trl_multinode.saving.checkpoints import (
     CheckpointLog,
-    other_ranks,
+    ranks_of_zero,
 )
 from trl_multinode.saving.resume import Resume
 from trl_multinode.saving.saved_rollouts import (
@@ -366,14 +366,14 @@ def test_a_checkpoint_of_as_many_ranks_is_not_converted_shared_or_not_and_none_w
     tmp_path, mine, others, prefix
 ):
     folder = zero_checkpoint(tmp_path, *mine, prefix=prefix)
-    assert other_ranks(folder, Accelerator([list(others)])) == 0
+    assert ranks_of_zero(folder, Accelerator([list(others)])) == (2 if mine else 0)
 
 
 @pytest.mark.parametrize(
     ("mine", "others"), [((0, 1, 2, 3), (4, 1)), ((0, 1), (4, 0)), ((0,), (1, 0))], ids=str
 )
 def test_a_checkpoint_of_another_number_of_ranks_is_found(tmp_path, mine, others):
-    saved_by = other_ranks(zero_checkpoint(tmp_path, *mine), Accelerator([list(others)]))
+    saved_by = ranks_of_zero(zero_checkpoint(tmp_path, *mine), Accelerator([list(others)]))
     assert saved_by == (others[0] or len(mine))
 
 
@@ -382,13 +382,13 @@ def test_a_node_that_sees_only_its_own_ranks_knows_the_others(tmp_path):
     wide.num_processes = 4
     with CheckpointLog(tmp_path, wide).saving(4):
         pass
-    assert other_ranks(folder, Accelerator([[4, 1]])) == 4
+    assert ranks_of_zero(folder, Accelerator([[4, 1]])) == 4
 
 
 def test_nodes_that_changed_places_are_told(tmp_path):
     """Rank 0 finds rank 1's file and the other way round."""
     with refused("machine_rank", "`--machine_rank`", got=[0, 1]):
-        other_ranks(zero_checkpoint(tmp_path, 1), Accelerator([[1, 0]]))
+        ranks_of_zero(zero_checkpoint(tmp_path, 1), Accelerator([[1, 0]]))
 
 
 @pytest.mark.parametrize("prefix", ["", "bf16_"])
@@ -402,7 +402,7 @@ def test_what_a_larger_launch_left_in_a_folder_does_not_make_the_new_checkpoint_
     alone = Alone()
     with CheckpointLog(tmp_path, alone).saving(4):
         save_rollouts(folder, 0, SavedRollouts({}, {"block": [], "layout": [1, 1, 1, 1, 1]}))
-    assert other_ranks(folder, alone) == 0
+    assert ranks_of_zero(folder, alone) == 1
     left = {path.name for path in folder.rglob("*") if path.is_file()}
     assert left == {
         f"{prefix}zero_pp_rank_0_mp_rank_00_{part}_states.pt" for part in ("optim", "model")
@@ -416,7 +416,7 @@ def test_zero_states_are_no_part_of_a_checkpoint_without_deepspeed(tmp_path):
     both.distributed_type = "MULTI_GPU"
     with CheckpointLog(tmp_path, both).saving(4):
         pass
-    assert other_ranks(folder, both) == 0
+    assert ranks_of_zero(folder, both) == 0
     assert [path.name for path in folder.iterdir()] == ["multinode.json"]
 
 
@@ -439,7 +439,7 @@ def test_a_run_goes_on_without_a_rollouts_file_of_ours_and_logs_rank_and_folder(
         return
     zero = zero_checkpoint(tmp_path / "other", 0, 1)
     rollouts_file(zero, 0).write_bytes(path.read_bytes())
-    assert other_ranks(zero, Accelerator([[2, 1]])) == 0
+    assert ranks_of_zero(zero, Accelerator([[2, 1]])) == 2
 
 
 def test_a_launch_that_begins_anew_beside_checkpoints_names_them_and_the_way_to_continue(

@@ -1,13 +1,13 @@
 """TRL's experimental SDPO on the engines of every node."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
 from ..host import NodeHost
-from ..rollouts.aligning import aligned_before_gather
 from ..rollouts.rewards import RewardCalls
 from .self_distillation import SelfDistillationFields, SelfDistillationNodeTrainer
 
@@ -34,8 +34,5 @@ class MultiNodeSDPOTrainer(SelfDistillationNodeTrainer, SDPOTrainer):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.host is None:
             return super()._calculate_rewards(*args, **kwargs)
-        aligned = aligned_before_gather(self.accelerator, self.host.updates.align)
-        with self.host.phases("reward"), aligned, self._reward_calls.limited(self):
-            rewards = super()._calculate_rewards(*args, **kwargs)
-        self._reward_calls.log_all_nan(self, rewards)
-        return rewards
+        calculate = partial(super()._calculate_rewards, *args, **kwargs)
+        return self._reward_calls.rewards(self, self.accelerator, calculate)

@@ -24,13 +24,13 @@ COLUMNS = {
     "kv_use": "KV cache",
 }
 SHARES = ("engine_busy", "engine_filled", "kv_use")
-# Columns that are marked, with the reason unless the tokens of the node explain it; a wait has the node it is for
+# Columns that are marked, with the reason unless the tokens of the node explain it
 REASONS = {
     "generate_s": "slower engines at as many tokens",
     "sync_s": "a slower copy into its engines",
     "train_s": "slower GPUs or host at as many tokens",
     "reward_s": "slower reward functions",
-    "wait_s": "",
+    "wait_s": "other nodes are slower",
     "memory_gib": "more memory at as many tokens",
     "kv_use": "more rows or longer completions in its engines",
 }
@@ -178,7 +178,7 @@ def marked(nodes: Nodes, step_s: float) -> dict[int, dict[str, str]]:
     found: dict[int, dict[str, str]] = {}
     for node, row in nodes.items():
         off = [name for name in REASONS if _is_off(row, over[node], name, step_s)]
-        found[node] = {name: _reason(node, name, nodes, over) for name in off}
+        found[node] = {name: _reason(name, over[node]) for name in off}
     return found
 
 
@@ -190,23 +190,11 @@ def _is_off(row: dict[str, float], over: dict[str, float], column: str, step_s: 
     return not column.endswith("_s") or above_the_mean > SMALLEST_SHARE * step_s
 
 
-def _reason(node: int, column: str, nodes: Nodes, over: Nodes) -> str:
-    tokens = over[node].get("tokens", 0.0)
+def _reason(column: str, over: dict[str, float]) -> str:
+    tokens = over.get("tokens", 0.0)
     if tokens >= MORE_TOKENS and column not in ("sync_s", "wait_s"):
         return f"{tokens:.1f} x the tokens"
-    return REASONS[column] or _waits_for(nodes, over)
-
-
-def _waits_for(nodes: Nodes, over: Nodes) -> str:
-    """Name the node for which others wait: the one that waits least, and its phase that is longest over the mean."""
-    late = min(nodes, key=lambda node: nodes[node].get("wait_s", 0.0))
-
-    def over_the_mean(phase: str) -> float:
-        seconds = nodes[late].get(f"{phase}_s", 0.0)
-        return seconds - seconds / (over[late].get(f"{phase}_s") or 1.0)
-
-    phase = max((name for name in PHASES if name != "wait"), key=over_the_mean)
-    return f"for node {late} ({phase})"
+    return REASONS[column]
 
 
 def node_table(logs: Mapping[str, object], step: int) -> Group | None:

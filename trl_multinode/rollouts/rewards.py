@@ -11,6 +11,7 @@ from trl.trainer.utils import is_async_callable
 from ..libraries import replaced
 from ..run.reporter import warn
 from ..run.values import listed
+from .aligning import aligned_before_gather
 from .reward_call import Call, as_rewards, with_rows
 from .user_calls import UserCalls
 
@@ -21,9 +22,7 @@ class RewardCalls(UserCalls):
 
     ```python
     calls = RewardCalls.of(host)
-    with calls.limited(trainer):
-        rewards = trainer._calculate_rewards(...)
-    calls.log_all_nan(trainer, rewards)
+    rewards = calls.rewards(trainer, module, partial(trainer._calculate_rewards, ...))
     ```
     """
 
@@ -43,6 +42,16 @@ class RewardCalls(UserCalls):
         ]
         with replaced(trainer, "reward_funcs", functions):
             yield
+
+    def rewards(
+        self, trainer: Any, gathers: Any, calculate: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the rewards of a round that `calculate`, TRL's method, gathers with the `gather` of `gathers`."""
+        aligned = aligned_before_gather(gathers, trainer.host.updates.align)
+        with trainer.host.phases("reward"), aligned, self.limited(trainer):
+            rewards = calculate()
+        self.log_all_nan(trainer, rewards)
+        return rewards
 
     def limit(self, function: Callable, name: str) -> Callable:
         """Return a reward function whose calls have the limit, and are seen by [`state`]."""

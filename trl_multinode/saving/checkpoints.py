@@ -263,8 +263,8 @@ class CheckpointLog:
         return self._accelerator.gather(padded).tolist()
 
 
-def other_ranks(folder: Path, accelerator: Any) -> int:
-    """Return the number of ranks that wrote a DeepSpeed checkpoint, or 0 if this launch has as many. A collective.
+def ranks_of_zero(folder: Path, accelerator: Any) -> int:
+    """Return the number of ranks that wrote the ZeRO states of a checkpoint; 0 if it has none. A collective.
 
     ZeRO states belong to the number of ranks that saved them.
 
@@ -286,12 +286,8 @@ def other_ranks(folder: Path, accelerator: Any) -> int:
     mine = torch.tensor([[at_least, int(rank in seen)]], device=accelerator.device)
     found = accelerator.gather(mine)
     saved_by = int(found[:, 0].max())
-    if saved_by == 0:  # not a DeepSpeed checkpoint, or one without optimizer states
-        return 0
-    if saved_by != world:
-        return saved_by
     lacking = [number for number, (_, has) in enumerate(found.tolist()) if not has]
-    if lacking:
+    if lacking and saved_by == world:
         raise ConfigurationError(
             f"{folder} has no optimizer state for the ranks {lacking} on their nodes.",
             setting="machine_rank",
@@ -299,4 +295,4 @@ def other_ranks(folder: Path, accelerator: Any) -> int:
             cure="Nodes that do not share `output_dir` must keep their `--machine_rank` of the first launch; "
             "or copy the `global_step*` folders of all nodes to every node.",
         )
-    return 0
+    return saved_by

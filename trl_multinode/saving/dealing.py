@@ -57,36 +57,49 @@ def load_dealt(
         `SavedRollouts`, *optional*: `None` if the file of a rank cannot be used, if the batches differ, or if rows do
             not say to which completion their values belong (images).
     """
-    first = load_rollouts(folder, 0, device)
-    if first is None or "layout" not in first.notes:
+    files = _files_of_all(folder, Layout(*layout), device)
+    if files is None:
         return None
-    was, now = Layout(*first.notes["layout"]), Layout(*layout)
-    files = [load_rollouts(folder, number, device) for number in range(was.ranks)]
-    whole = [file for file in files if file and file.notes.get("layout") == first.notes["layout"]]
-    if len(whole) < was.ranks or was.batches != now.batches:
-        return None
-    block = dealt_block([unpack_block(file) for file in whole], was, now, rank)
+    was, now = Layout(*files[0].notes["layout"]), Layout(*layout)
+    block = dealt_block([unpack_block(file) for file in files], was, now, rank)
     if block is None:
         return None
     saved = pack_block(block)
-    if any(NAME not in file.notes for file in whole):
-        return saved
-    parts = [decoded(file.tensors[NAME].cpu().numpy().tobytes()) for file in whole]
-    deal = dealt_groups if first.notes[NAME]["in_flight"] else dealt_rounds
-    groups = deal(parts, was, now, rank)
-    if groups is None:
-        return None
-    newest = max(part.last_begun for part in parts)
-    updates = {update: made for part in parts for update, made in part.updates.items()}
-    own = SavedGroups(
-        newest, updates, [group for group, _ in groups], [index for _, index in groups]
-    )
-    saved.tensors[NAME] = torch.frombuffer(bytearray(encoded(own)), dtype=torch.uint8)
-    saved.notes[NAME] = first.notes[NAME]
+    if all(NAME in file.notes for file in files):
+        groups = _dealt_open(files, was, now, rank)
+        if groups is None:
+            return None
+        saved.tensors[NAME], saved.notes[NAME] = groups, files[0].notes[NAME]
     return saved
 
 
+def _files_of_all(folder: Path, now: Layout, device: torch.device) -> list[SavedRollouts] | None:
+    """Load the rollouts of all ranks that wrote a checkpoint; `None` if they cannot be dealt anew."""
+    first = load_rollouts(folder, 0, device)
+    if first is None or "layout" not in first.notes:
+        return None
+    was = Layout(*first.notes["layout"])
+    files = [load_rollouts(folder, number, device) for number in range(was.ranks)]
+    whole = [file for file in files if file and file.notes.get("layout") == first.notes["layout"]]
+    return whole if len(whole) == was.ranks and was.batches == now.batches else None
+
+
 # ---- open groups ----------------------------------------------------------------------------------------------------
+
+
+def _dealt_open(
+    files: Sequence[SavedRollouts], was: Layout, now: Layout, rank: int
+) -> torch.Tensor | None:
+    """Return the share of a rank in the open groups of all files, encoded; `None` if they cannot be dealt evenly."""
+    parts = [decoded(file.tensors[NAME].cpu().numpy().tobytes()) for file in files]
+    deal = dealt_groups if files[0].notes[NAME]["in_flight"] else dealt_rounds
+    share = deal(parts, was, now, rank)
+    if share is None:
+        return None
+    newest = max(part.last_begun for part in parts)
+    updates = {update: made for part in parts for update, made in part.updates.items()}
+    own = SavedGroups(newest, updates, [group for group, _ in share], [index for _, index in share])
+    return torch.frombuffer(bytearray(encoded(own)), dtype=torch.uint8)
 
 
 def dealt_groups(
@@ -140,11 +153,7 @@ def dealt_block(
     whole = [part for block in blocks for part in block]
     if not whole:
         return []
-    for part in whole:
-        sizes = {len(value) for value in part.values() if _has_rows(value)}
-        if sizes != {was.rows} or part.keys() != whole[0].keys():
-            return None
-    if was.slices % was.accumulation:
+    if not all(_rows_are_known(part, whole[0], was) for part in whole):
         return None
     slices: list[dict] = []
     for first in range(0, was.slices, was.accumulation):
@@ -153,6 +162,13 @@ def dealt_block(
             start = (rank * now.accumulation + number) * now.rows
             slices.append(joined_rows(step, slice(start, start + now.rows)))
     return slices
+
+
+def _rows_are_known(part: dict, first: dict, was: Layout) -> bool:
+    """Return whether the values of a slice can be told apart by row, and slices make whole optimizer steps."""
+    sizes = {len(value) for value in part.values() if _has_rows(value)}
+    is_alike = sizes == {was.rows} and part.keys() == first.keys()
+    return is_alike and was.slices % was.accumulation == 0
 
 
 def joined_rows(slices: Sequence[dict], wanted: slice) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from .checkpoint_files import (
     read_state,
     was_in_flight,
 )
-from .checkpoints import CheckpointLog, micro_steps_done, other_ranks
+from .checkpoints import CheckpointLog, micro_steps_done, ranks_of_zero
 from .conversion import Conversion
 from .dealing import load_dealt
 from .open_groups import OpenGroupsFile, check_same_way
@@ -160,8 +160,8 @@ class Resume:
     def _conversion_of(self, folder: Path) -> Conversion | None:
         """Return a checkpoint as this number of ranks can load it, or `None` if it is that itself. A collective."""
         accelerator, agreement = self._accelerator, self._trainer.host.agreement
-        saved_by = other_ranks(folder, accelerator)
-        if saved_by == 0:
+        saved_by = ranks_of_zero(folder, accelerator)
+        if saved_by in (0, accelerator.num_processes):
             return None
         output_dir = Path(self._trainer.args.output_dir)
         conversion = Conversion(folder, saved_by, output_dir, accelerator.process_index)

@@ -16,7 +16,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from .. import store as stores
-from ..addresses import register, with_nodes
 from ..endings.ending import Ending
 from ..endings.error_text import described, text_of_error
 from ..endings.exit_codes import ENGINE, OTHER, PEER_LOST, PREEMPTED, USER_CODE, code_of, is_symptom
@@ -27,8 +26,8 @@ from ..store import RunStore, connect_store
 from ..topology import Topology
 from .arrivals import Arrivals
 from .exits import ScriptExits
-from .last_words import how_ended, output_of
 from .leaving import leave
+from .neighbour_end import how_ended
 from .pidfds import Pidfds
 from .signals import StopSignals, ends_well
 
@@ -229,10 +228,9 @@ class WatchThread:
             return
         self._watched.add(rank)
         main = " (local main process)" if rank == self.topology.local_ranks[0] else ""
-        output = output_of(pid)
 
         def ended() -> None:
-            how = how_ended(pid, output)  # at once, because the launcher asks for its status soon
+            how = how_ended(pid)  # at once, because the launcher asks for its status soon
             if self._neighbour_ended(f"the process of rank {rank}{main} (pid {pid}) {how}", rank):
                 self.store.count_as_reader(rank)
 
@@ -266,7 +264,6 @@ class WatchThread:
         """Watch until the end of the run. It is the body of the thread."""
         threading.Thread(target=self._watch_store, name="watch-store", daemon=True).start()
         try:
-            register(self.store)
             self._watch()
         except Exception as error:
             traceback.print_exception(error)
@@ -350,5 +347,4 @@ class WatchThread:
         due, fatal = min(self._failures)
         if time.monotonic() < due:
             return None
-        line = with_nodes(fatal.line, self.store)
-        return self.store.publish(Fatal(line, fatal.code))
+        return self.store.publish(fatal)
