@@ -24,7 +24,7 @@ from .model_outline import outline
 from .must_agree import check_agreement, check_training
 from .node_settings import check_supported, is_node_mode
 from .reporting.callbacks import Alerts, report_steps
-from .reporting.record import RunRecord, without_nodes
+from .reporting.record import RunRecord
 from .reporting.setup import report_choices, report_start
 from .reporting.steps import StepReport
 from .rollouts.aligning import aligned_before_gather
@@ -39,6 +39,9 @@ from .saving.checkpoint_files import newest_whole
 from .saving.checkpoints import CheckpointLog, fast_forward
 from .saving.hub import HubTrainer
 from .saving.resume import Resume
+
+# newest logs in `log_history` that keep this library's metrics; `_multinode/log.jsonl` has all
+KEPT_LOGS = 500
 
 
 def bound_arguments(kind: type, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -151,6 +154,7 @@ class NodeTrainer(HubTrainer):
         self._eval_rounds = 0
         self._meter = StalenessMeter(self.args)
         iterations = getattr(self, "num_iterations", 1)
+        self._own_metrics: set[str] = set()
         self._report = StepReport(
             host, self.accelerator, self._meter, self.vllm_generation, self.model, iterations
         )
@@ -347,10 +351,13 @@ class NodeTrainer(HubTrainer):
             found = self._report.metrics(self.vllm_generation.last_sync, steps_left)
         super().log(logs | found, start_time)
         if self.host is not None and self.state.log_history:
-            # every rank and every checkpoint keep the history
-            kept = self.state.log_history[-1] = without_nodes(self.state.log_history[-1])
+            self._own_metrics |= found.keys()
             if self._record is not None:
-                self._record.add_log(kept)
+                self._record.add_log(self.state.log_history[-1])
+            # every rank and every checkpoint keep the history: 11.5 MiB per 1000 logs of 100 metrics
+            for old in self.state.log_history[:-KEPT_LOGS][-1:]:
+                kept = {name: old[name] for name in old.keys() - self._own_metrics}
+                self.state.log_history[-KEPT_LOGS - 1] = kept
 
 
 class RewardedNodeTrainer(NodeTrainer):

@@ -7,7 +7,7 @@ import pytest
 from places import topology_on
 
 from trl_multinode import GRPOConfig
-from trl_multinode.reporting.record import HIDDEN, RunRecord, chosen, shown, without_nodes
+from trl_multinode.reporting.record import HIDDEN, RunRecord, chosen, shown
 
 HOST = SimpleNamespace(
     rank=SimpleNamespace(phase_file=SimpleNamespace(attempt=3)),
@@ -75,7 +75,7 @@ def test_values_that_may_be_secret_are_hidden(name, value, expected):
 def test_a_log_is_a_line_without_the_metrics_of_single_nodes(args, tmp_path):
     record = RunRecord(HOST, args, SimpleNamespace())
     log = {"step": 4, "reward": 0.5, "perf/train_s": 1.0, "node12/train_s": 1.0}
-    record.add_log(without_nodes(log))
+    record.add_log(log)
     line = json.loads((tmp_path / "_multinode" / "log.jsonl").read_text())
     assert line.pop("time") > 1e9 and line == {
         "attempt": 3,

@@ -54,19 +54,13 @@ class RunRecord:
         settings.close()
 
     def add_log(self, logs: Mapping[str, Any]) -> None:
-        """Write the line of a log."""
-        self._log.add({"attempt": self._attempt, "time": round(time.time(), 3), **logs})
+        """Write the line of a log. Metrics of single nodes are left out: the files of the phases have their seconds,
+        and at 64 nodes they are five sixths of all metrics."""
+        kept = {name: value for name, value in logs.items() if not NODE_METRIC.match(name)}
+        self._log.add({"attempt": self._attempt, "time": round(time.time(), 3)} | kept)
 
     def _warn(self, error: Exception) -> None:
         warn(f"the record of this run in `_multinode` lacks lines ({error}). The run goes on.")
-
-
-def without_nodes(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a log without the metrics of single nodes.
-
-    The files of the phases have their seconds, and at 64 nodes they are five sixths of all metrics.
-    """
-    return {name: value for name, value in logs.items() if not NODE_METRIC.match(name)}
 
 
 def chosen(args: Any) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
-from ...run.gpu_variables import ROCR, gpu_variable, on_amd
+from ...run.gpu_variables import CUDA
 from ..check.ports import process_name
 from .case import Case
 from .facts import Fact, Finding, Results, size
@@ -15,16 +14,8 @@ IDLE = 1 << 30
 
 
 def visible_gpus(found: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
-    """Return the GPUs that CUDA or HIP shows to a process with these variables, in its order."""
-    if on_amd(environ):
-        found = [
-            replace(gpu, index=str(index))
-            for index, gpu in enumerate(_chosen(found, environ.get(ROCR)))
-        ]
-    return _chosen(found, environ.get(gpu_variable(environ)))
-
-
-def _chosen(found: list[Gpu], listed: str | None) -> list[Gpu]:
+    """Return the GPUs that CUDA shows to a process with these variables, in its order."""
+    listed = environ.get(CUDA)
     if listed is None:
         return found
     chosen: list[Gpu] = []
@@ -76,8 +67,7 @@ def examine_gpus(case: Case) -> Results:
             "error",
             "GPUs",
             f"no GPU can be found on this node ({error})",
-            "run this on a GPU node; in a container, start it with the NVIDIA runtime (docker: --gpus all), or with "
-            "AMD's devices (docker: --device /dev/kfd --device /dev/dri)",
+            "run this on a GPU node of NVIDIA; in a container, start it with the NVIDIA runtime (docker: --gpus all)",
         )
         return
     seen = visible_gpus(found, case.environ)
@@ -102,9 +92,7 @@ def _missing(case: Case, found: list[Gpu], seen: list[Gpu]) -> Iterator[Finding]
     what += ", and an engine needs one of its own)" if needed > training else ")"
     cure = f"write {case.launch.setting(max(1, len(seen) - 1))}"
     if len(found) > len(seen):
-        variables = (gpu_variable(case.environ), *((ROCR,) if on_amd(case.environ) else ()))
-        hiding = next((name for name in variables if name in case.environ), variables[0])
-        cure = f"unset {hiding} (`{case.environ.get(hiding)}`), or ask the scheduler for all GPUs (`--gpus-per-node`)"
+        cure = f"unset {CUDA} (`{case.environ.get(CUDA)}`), or ask the scheduler for all GPUs (`--gpus-per-node`)"
     yield Finding("error", "GPUs", what, cure)
 
 
