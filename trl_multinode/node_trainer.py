@@ -83,6 +83,7 @@ class NodeTrainer(HubTrainer):
     # every rank calls `generate` exactly once per round, and a collective other than `gather` follows it
     _generates_once: ClassVar[bool] = False
     _record: RunRecord | None = None  # on rank 0
+    _own_metrics: frozenset[str] = frozenset()  # names of this library's metrics so far
     _sync_mark: ClassVar[str] = (
         "_last_loaded_step"  # TRL's attribute with the step at which vLLM last got weights
     )
@@ -154,7 +155,6 @@ class NodeTrainer(HubTrainer):
         self._eval_rounds = 0
         self._meter = StalenessMeter(self.args)
         iterations = getattr(self, "num_iterations", 1)
-        self._own_metrics: set[str] = set()
         self._report = StepReport(
             host, self.accelerator, self._meter, self.vllm_generation, self.model, iterations
         )
@@ -356,7 +356,7 @@ class NodeTrainer(HubTrainer):
                 self._record.add_log(self.state.log_history[-1])
             # every rank and every checkpoint keep the history: 11.5 MiB per 1000 logs of 100 metrics
             for old in self.state.log_history[:-KEPT_LOGS][-1:]:
-                kept = {name: old[name] for name in old.keys() - self._own_metrics}
+                kept = {name: value for name, value in old.items() if name not in self._own_metrics}
                 self.state.log_history[-KEPT_LOGS - 1] = kept
 
 

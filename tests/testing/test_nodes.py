@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from waiting import HANG_S
+from waiting import HANG_S, until
 
 from multinode_kit.namespaces import namespaces_available
 from multinode_kit.nodes import Nodes
@@ -78,6 +78,12 @@ def test_a_rank_that_hangs_in_native_code_prints_its_stacks(tmp_path, script):
     with Nodes(2, 1, folder=tmp_path, forked=True) as nodes:
         nodes.launch(script(HOLDS_THE_LOCK))
         nodes.wait_for(1, "ready", HANG_S)
-        text = nodes.what_ranks_do()
-        assert "rank 1 (node 1): sleeping" in text
-        assert 'script.py", line 6 in <module>' in text
+        texts: list[str] = []
+
+        def shows_the_stacks() -> bool:
+            texts.append(nodes.what_ranks_do())
+            return 'script.py", line 6 in <module>' in texts[-1]
+
+        # the rank says that it is ready before it calls the native code, and writes its stacks when it gets to it
+        until(shows_the_stacks)
+        assert "rank 1 (node 1): sleeping" in texts[-1]
