@@ -87,10 +87,13 @@ def test_a_run_of_two_nodes_goes_on_with_one(tmp_path):
         job = {"name": "full", "output": "full", "seed_of_model": 1} | short
         assert launch(nodes, tmp_path, 2, job) == [0, 0], nodes.rank_log(0)[-3000:]
     with Nodes(1, 1, folder=tmp_path / "other", env=ENVIRONMENT, forked=True) as nodes:
-        assert launch(nodes, tmp_path, 1, copy("other", "full", 2, **short)) == [0], nodes.rank_log(
-            0
-        )[-3000:]
+        best = {"best": "full/checkpoint-1"} | short
+        jobs = copy("other", "full", 2, **short), copy("best", "full", 3, **best)
+        assert launch(nodes, tmp_path, 1, *jobs) == [0], nodes.rank_log(0)[-3000:]
     same(tmp_path, "other", "full", 2, 4)
+    # written by two ranks, and loaded at the end
+    differences = json.loads((tmp_path / "best_best_rank0.json").read_text())["differences"]
+    assert differences and max(differences.values()) < 1e-6
     assert list(tmp_path.rglob("universal-*")) == []
 
 

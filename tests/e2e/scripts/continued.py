@@ -7,9 +7,10 @@ optimizer steps done, name and target of a signal, which the rank sends its laun
 are seconds for which every rank then scores; `fill` are the optimizer steps done at which rank 0 fills the disk of
 `output`, `resume` goes to `train()`;
 `copy_of` is a checkpoint that it resumes from a copy of, `without_rollouts` (ranks)
-removes their file from the copy; `seed_of_model` draws its first weights, `frozen` are the beginnings of names that
-are not trained; `lora` trains an adapter; `prompts` is the size of the dataset; "{node}" in `output` is the node's
-number.
+removes their file from the copy; `best` is the checkpoint that the copy names as the best one and that is loaded at
+the end, with the model's differences from it in NAME_best_rank<r>.json;
+`seed_of_model` draws its first weights, `frozen` are the beginnings of names that are not trained; `lora` trains an
+adapter; `prompts` is the size of the dataset; "{node}" in `output` is the node's number.
 Leaves NAME_rank<r>.json, written anew at every log: per optimizer step loss and norm of the gradient, the learning
 rates, per generation round what the reward function saw.
 """
@@ -30,6 +31,7 @@ os.environ.setdefault("WORLD_SIZE", "1")
 import torch
 from common import RANK, Recorder, make_trainer, write_result
 from peft import LoraConfig
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -174,9 +176,23 @@ def copy(trainer, checkpoint: str, name: str, without_rollouts: list[int]) -> st
     return str(target)
 
 
+def name_best(checkpoint: str, best: str) -> None:
+    """Let a checkpoint name the best one, as an evaluation does."""
+    state = Path(checkpoint, "trainer_state.json")
+    named = json.loads(state.read_text()) | {"best_model_checkpoint": str(Path(folder, best))}
+    state.write_text(json.dumps(named))
+
+
+def compare_with_best(trainer, name: str, best: str) -> None:
+    own = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    saved = load_file(Path(folder, best, "model.safetensors"))
+    differences = {key: float((own[key].float() - saved[key]).abs().max()) for key in saved}
+    write_result(folder, f"{name}_best", differences=differences)
+
+
 def run(name: str, prompts: int, output: str, kill_at=None, kill_inside=None, kill_deleting=None, resume=None,
         copy_of=None, without_rollouts=(), signals=(), slow=0.0, fill=None, seed_of_model=0, frozen=(), lora=False,
-        **settings) -> None:  # fmt: skip
+        best=None, **settings) -> None:  # fmt: skip
     rounds = Rounds(signals, slow, fill)
     output = output.format(node=os.environ.get("GROUP_RANK", "0"))
     unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
@@ -196,8 +212,14 @@ def run(name: str, prompts: int, output: str, kill_at=None, kill_inside=None, ki
     kill_while_deleting(trainer, kill_deleting)
     if copy_of is not None:
         resume = copy(trainer, copy_of, name, without_rollouts)
+    if best is not None:
+        # transformers wants an evaluation with it
+        trainer.args.load_best_model_at_end = True
+        name_best(resume, best)
     print(f"JOB {name} on rank {RANK}", flush=True)
     trainer.train(resume_from_checkpoint=resume)
+    if best is not None:
+        compare_with_best(trainer, name, best)
     trainer.host.close()
     Path(folder, output, "filler").unlink(missing_ok=True)
 
