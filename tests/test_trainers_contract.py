@@ -182,6 +182,16 @@ def test_rloo_gathers_the_very_lists_of_texts_that_its_rewards_got():
     )
 
 
+def test_gold_gathers_the_texts_of_its_buffer():
+    body = method("GOLD", "training_step")
+    assert "prompt_texts, completion_texts = self._buffered_text_logs[slice_idx]" in ast.unparse(
+        body
+    )
+    assert gathered(body) == {"prompt_texts", "completion_texts"}, (
+        f"{VERSION}: see experimental/gold.py"
+    )
+
+
 def test_rloo_scores_the_completions_with_the_model_itself_first():
     """The monitor takes the first pass of a round for the model's own."""
     body = method("RLOO", "_generate_and_score_completions")
