@@ -308,6 +308,8 @@ def definitions(body: list[ast.stmt], classes: bool = False) -> Iterator[tuple[s
 def tree_of(module: str) -> ast.Module:
     library, *rest = module.split(".")
     path = folder_of(library).joinpath(*rest)
+    if not rest and not (path / "__init__.py").is_file():
+        path /= library  # a library of one file
     return ast.parse(
         (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
     )
