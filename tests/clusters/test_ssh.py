@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,11 @@ UsePAM no
 PidFile none
 PermitRootLogin prohibit-password
 """
+
+# sshd wants a user of its name, which a machine lacks when the installation of the package was cut short. The mount
+# ends with the daemon and its sessions
+WITH_ACCOUNTS = 'mount --bind "$1" /etc/passwd && shift && exec "$@"'
+ACCOUNT = "sshd:x:65533:65534::/run/sshd:/usr/sbin/nologin\n"
 
 
 def missing() -> str | None:
@@ -76,6 +82,10 @@ class Hosts:
         return (self.folder / "output.log").read_text()
 
 
+def started_or_ended(daemon: subprocess.Popen, log: Path) -> bool:
+    return "listening" in log.read_text() or daemon.poll() is not None
+
+
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
     folder = Path(tempfile.mkdtemp(prefix="ssh-"))
@@ -84,6 +94,8 @@ def hosts() -> Iterator[Hosts]:
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True
     )
     (folder / "sshd.conf").write_text(CONFIG.format(folder=folder))
+    accounts = Path("/etc/passwd").read_text()
+    (folder / "passwd").write_text(accounts if "\nsshd:" in accounts else accounts + ACCOUNT)
     Path("/run/sshd").mkdir(exist_ok=True)  # sshd refuses to start without it
     network, daemons = Namespaces(f"ssh{secrets.token_hex(3)}", 2), []
     try:
@@ -91,6 +103,11 @@ def hosts() -> Iterator[Hosts]:
             assert SSHD is not None
             words = [
                 *network.enter(node, folder / "private"),
+                "/bin/sh",
+                "-c",
+                WITH_ACCOUNTS,
+                "with-accounts",
+                str(folder / "passwd"),
                 SSHD,
                 "-D",
                 "-e",
@@ -100,7 +117,9 @@ def hosts() -> Iterator[Hosts]:
             with open(folder / f"sshd{node}.log", "wb") as log:
                 daemons.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT))
         logs = [folder / f"sshd{node}.log" for node in range(2)]
-        until(lambda: all("listening" in log.read_text() for log in logs), logs[0].read_text)
+        for daemon, log in zip(daemons, logs, strict=True):
+            until(partial(started_or_ended, daemon, log), log.read_text)
+            assert daemon.poll() is None, f"sshd did not start: {log.read_text()}"
         yield Hosts(network, folder, folder / "private")
     finally:
         # what a failed test has left, and sshd
