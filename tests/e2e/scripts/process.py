@@ -8,6 +8,7 @@ rank = int(os.environ["RANK"])
 
 
 def report() -> None:
+    path = sys.path[0]  # Ray's import adds one before it
     import atexit
     import json
     import logging
@@ -29,7 +30,7 @@ def report() -> None:
     watch.store.lend(lambda client: watch.arrivals.look(client, False))
     found = {
         "environment": dict(os.environ),
-        "main": [__name__, __file__, sys.modules["__main__"].__dict__ is globals(), sys.argv, sys.path[0]],
+        "main": [__name__, __file__, sys.modules["__main__"].__dict__ is globals(), sys.argv, path],
         "folder": os.getcwd(),
         "temporary": tempfile.gettempdir() == os.environ["TMPDIR"],
         "session": os.getsid(0) == os.getpid(),
