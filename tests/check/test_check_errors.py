@@ -242,7 +242,7 @@ ELSEWHERE = {
         "saving/conversion.py: _check_files",
         "saving/conversion.py: make",
         "saving/resume.py: _check_stream",
-        "saving/resume.py: _count_rows",
+        "saving/resume.py: _move",
         "saving/resume.py: _resolved",
     ],
 }

@@ -34,6 +34,13 @@ def four_nodes(write, steps: int, *more: str) -> list[str]:
         ),
         (2, [], 2, [(3, "gradient_accumulation_steps")]),
         (1, [], None, []),
+        # a multiple of 4 x 7 ranks x 8 rows, but not of 3 x 7 x 8
+        (
+            12,
+            ["--generation_batch_size", "448"],
+            2,
+            [(3, "generation_batch_size")],
+        ),
     ],
 )
 def test_steps_that_cannot_have_as_many_rows_on_fewer_nodes_are_named_before_a_run(

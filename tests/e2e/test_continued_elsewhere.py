@@ -91,6 +91,12 @@ def test_a_run_of_two_nodes_goes_on_with_one(tmp_path):
         jobs = copy("other", "full", 2, **short), copy("best", "full", 3, **best)
         assert launch(nodes, tmp_path, 1, *jobs) == [0], nodes.rank_log(0)[-3000:]
     same(tmp_path, "other", "full", 2, 4)
+    # one step an optimizer step, as in the run of two ranks
+    counts = [
+        json.loads((tmp_path / f"{name}_rank0.json").read_text())["adam_steps"]
+        for name in ("full", "other")
+    ]
+    assert counts == [[4], [4]]
     # written by two ranks, and loaded at the end
     differences = json.loads((tmp_path / "best_best_rank0.json").read_text())["differences"]
     assert differences and max(differences.values()) < 1e-6

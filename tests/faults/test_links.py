@@ -125,6 +125,7 @@ def test_row_5_a_round_longer_than_the_stall_limit_ends_nothing_and_the_metrics_
 WALL_CLOCK = {  # for logs, file names, and the age of files
     "run/phases.py", "run/endings/ending.py", "engine/process.py", "saving/rotation.py",
     "host/presence.py", "wire/leftovers.py", "engine_process/states.py", "reporting/record.py",
+    "run/phase_file.py", "tools/timeline/table.py",
 }  # fmt: skip
 
 

@@ -77,12 +77,12 @@ def test_a_block_comes_back_as_trl_reads_it(tmp_path):
     saved.notes["layout"] = [4, 2, 2]
     save_rollouts(tmp_path, 3, saved)
     # as accelerate calls the CPU of a launched rank
-    found = load_rollouts(tmp_path, 3, torch.device("cpu:0"))
+    found = load_rollouts(tmp_path, 3)
     assert found.notes["layout"] == [4, 2, 2]
     for was, now in zip(block(), unpack_block(found), strict=True):
         assert torch.equal(was["ids"], now["ids"]) and now["items"].ndim == 0
         assert now["num_images"] == was["num_images"] and now.get("mask") is None
-    assert load_rollouts(tmp_path, 2, torch.device("cpu")) is None
+    assert load_rollouts(tmp_path, 2) is None
     assert [path.name for path in tmp_path.iterdir()] == ["rollouts_rank3.safetensors"]
 
 
@@ -310,11 +310,11 @@ def test_a_checkpoint_with_half_of_the_optimizers_state_is_refused(tmp_path, mis
 
 
 def test_a_checkpoint_has_metadata_and_one_without_is_taken(tmp_path):
-    with CheckpointLog(tmp_path, accelerator()).saving(2) as folder:
+    with CheckpointLog(tmp_path, accelerator()).saving(2, in_flight=False) as folder:
         finish(folder)
     written = json.loads((folder / "multinode.json").read_text())
     assert written == {
-        "in_flight": False, "trl_multinode": metadata.version("trl-multinode"), "ranks": 2, "rows": 0,
+        "in_flight": False, "trl_multinode": metadata.version("trl-multinode"), "ranks": 2,
         "files": {"trainer_state.json": None},
     }  # fmt: skip
     (folder / "multinode.json").unlink()  # plain TRL

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.saving import conversion as module
-from trl_multinode.saving.conversion import Conversion, restore_groups
+from trl_multinode.saving.conversion import Conversion, restore_groups, separate_steps
 from trl_multinode.saving.conversion_process import kept_tensors
 from trl_multinode.saving.rotation import delete_leftovers
 
@@ -53,6 +53,13 @@ def test_a_conversion_has_its_name_only_when_it_is_whole_and_is_made_once(tmp_pa
     conversion.make()
     Conversion(tmp_path / "checkpoint-4", 2, tmp_path, 3).make()
     assert len(converted) == 1
+    # a run that was killed before it had loaded it, and went on from another checkpoint
+    left = tmp_path / "_multinode" / "universal-of-another"
+    left.mkdir()
+    conversion.delete_others()
+    assert not left.exists() and conversion.folder.is_dir()
+    left.mkdir()
+    conversion.delete()
     conversion.delete()
     assert list((tmp_path / "_multinode").iterdir()) == []
 
@@ -90,8 +97,8 @@ def test_files_of_ranks_that_are_on_other_nodes_are_named(tmp_path, converted):
 
 
 def test_a_disk_without_room_is_named_before_the_conversion(tmp_path, converted, monkeypatch):
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=399))
-    with refused("output_dir", "as many ranks", got=399, expected=400):
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=499))
+    with refused("output_dir", "as many ranks", got=499, expected=500):
         Conversion(checkpoint(tmp_path, 0, 1), 2, tmp_path, 0).make()
     assert converted == []
 
@@ -200,6 +207,34 @@ def test_the_model_gets_what_the_converted_checkpoint_keeps_and_a_lack_is_named(
     conversion._restore_kept(model, tmp_path / "kept.safetensors")
     for name, tensor in saved.items():
         assert model.state_dict()[name].equal(tensor)
+
+
+def test_each_state_counts_its_own_steps():
+    """DeepSpeed's loader for ZeRO-3 gives all states one tensor."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.AdamW([{"params": [weight]} for weight in weights], fused=True)
+    step = torch.tensor(100.0)
+    for weight in weights:
+        moments = {name: torch.zeros(2) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[weight] = {"step": step} | moments
+        weight.grad = torch.ones(2)
+    separate_steps(optimizer)
+    for _ in range(10):
+        optimizer.step()
+    assert [float(optimizer.state[weight]["step"]) for weight in weights] == [110, 110]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_fused_optimizer_has_its_steps_on_its_device(fused):
+    weight = torch.nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = SimpleNamespace(
+        defaults={"fused": fused}, state={weight: {"step": torch.tensor(100.0)}}
+    )
+    separate_steps(optimizer)
+    assert optimizer.state[weight]["step"].device.type == ("meta" if fused else "cpu")
+    optimizer.state[weight]["step"] = 7
+    separate_steps(optimizer)
+    assert optimizer.state[weight] == {"step": 7}
 
 
 class OwnClass:

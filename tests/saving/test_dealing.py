@@ -18,7 +18,6 @@ from trl_multinode.saving.saved_rollouts import (
 )
 from trl_multinode.wire.messages import WeightVersion
 
-CPU = torch.device("cpu")
 # 24 rows a round, which is two optimizer steps; (ranks, rows, slices, iterations, accumulation)
 FOUR, THREE, TWO = [4, 1, 6, 1, 3], [3, 2, 4, 1, 2], [2, 3, 4, 1, 2]
 
@@ -62,7 +61,7 @@ def write(folder: Path, layout: list[int], groups=None, in_flight=False, block=T
 
 
 def dealt(folder: Path, layout: list[int]) -> list[SavedRollouts]:
-    return [load_dealt(folder, layout, rank, CPU) for rank in range(layout[0])]
+    return [load_dealt(folder, layout, rank) for rank in range(layout[0])]
 
 
 def steps(blocks: list[list[dict]], layout: list[int]) -> list[list[int]]:
@@ -144,7 +143,9 @@ def test_groups_in_flight_are_dealt_evenly_and_keep_their_place_in_the_dataset(t
     assert len(set(seen)) == 12
 
 
-@pytest.mark.parametrize("why", ["another batch", "a file is missing", "images", "another layout"])
+@pytest.mark.parametrize(
+    "why", ["another batch", "a file is missing", "images", "one image a row", "another layout"]
+)
 def test_rollouts_that_cannot_be_dealt_are_left(tmp_path, why):
     write(tmp_path, FOUR)
     now = THREE
@@ -155,7 +156,9 @@ def test_rollouts_that_cannot_be_dealt_are_left(tmp_path, why):
     elif why == "another layout":
         save_rollouts(tmp_path, 2, SavedRollouts({}, {"layout": THREE, "block": []}))
     else:
-        saved = pack_block([{"pixel_values": torch.zeros(5, 2), "advantages": torch.zeros(1)}] * 6)
+        number = 1 if why == "one image a row" else 5
+        part = {"pixel_values": torch.zeros(number, 2), "advantages": torch.zeros(1)}
+        saved = pack_block([part | {"num_images": [number]}] * 6)
         saved.notes["layout"] = FOUR
         for rank in range(4):
             save_rollouts(tmp_path, rank, saved)

@@ -1,5 +1,6 @@
 """Where a resumed trainer is put, and what every rank saves and restores for it."""
 
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -23,7 +24,7 @@ from trl_multinode.saving.checkpoints import (
     CheckpointLog,
     ranks_of_zero,
 )
-from trl_multinode.saving.resume import Resume
+from trl_multinode.saving.resume import Resume, move_schedule, steps_of
 from trl_multinode.saving.saved_rollouts import (
     SavedRollouts,
     rollouts_file,
@@ -160,7 +161,15 @@ def trainer_at(
         _step=step,
         _last_loaded_step=step,
         _buffered_inputs=[{"ids": torch.tensor([[1, 2]])}, {"ids": torch.tensor([[3, 4]])}],
+        get_train_dataloader=lambda: Loader() if loader is None else loader,
+        lr_scheduler=schedule(),
+        model_wrapped=SimpleNamespace(global_steps=step),
     )
+
+
+def schedule(kind=torch.optim.lr_scheduler.LambdaLR, **fields):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    return kind(optimizer, **fields or {"lr_lambda": lambda step: 1 - step / 100})
 
 
 def rows() -> list[Rollout]:
@@ -175,7 +184,8 @@ def save(trainer, step: int):
     with Resume(trainer).saving():
         pass
     folder = Path(trainer.args.output_dir) / f"checkpoint-{step}"
-    (folder / "trainer_state.json").write_text('{"epoch": 0.5}')
+    state = {"epoch": 0.5, "global_step": step}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
     return folder
 
 
@@ -471,55 +481,143 @@ def test_an_unfinished_checkpoint_that_the_script_names_is_refused(tmp_path):
         Resume(trainer_at(3, tmp_path)).choose(str(folder))
 
 
-# ---- another number of rows per step --------------------------------------------------------------------------------
+# ---- other batches --------------------------------------------------------------------------------------------------
 
 
-def after_steps(tmp_path, rows: int, epoch: float = 1.5) -> Path:
-    """A checkpoint after 6 steps of so many rows, in the second epoch of 4 steps."""
-    folder = tmp_path / "first" / "checkpoint-6"
+def after_steps(tmp_path, batches: list[int], rows: int = 16, epoch: float = 1.5) -> Path:
+    """A checkpoint after 20 steps, in the second epoch after so many of its 32 rows."""
+    folder = tmp_path / "first" / "checkpoint-20"
     folder.mkdir(parents=True)
-    state = {"epoch": epoch, "global_step": 6}
+    state = {"epoch": epoch, "global_step": 20, "best_global_step": 20}
     (folder / "trainer_state.json").write_text(json.dumps(state))
-    (folder / "multinode.json").write_text(json.dumps({"ranks": 2, "rows": rows}))
+    metadata = {"ranks": 2, "batches": batches, "place": [int(epoch), rows]}
+    (folder / "multinode.json").write_text(json.dumps(metadata))
     return folder
 
 
 @pytest.mark.parametrize(
-    ("rows", "steps"),
-    [(4, None), (8, 12), (2, 3), (3, 4)],
-    ids=["as many", "half", "twice", "a part is trained again"],
+    ("batches", "rows", "steps", "again"),
+    [
+        ([8, 4, 1], 16, None, 0),
+        ([16, 8, 1], 16, 12, 0),
+        ([4, 2, 1], 16, 12, 0),
+        # at the begin of the third round of 8
+        ([4, 2, 1], 22, 12, 6),
+        ([6, 3, 1], 12, 10, 4),
+        # the same rounds, of which a step now has a half
+        ([8, 8, 1], 24, 14, 0),
+        ([8, 3, 1], 15, 11, 3),
+        # each round was trained twice, the third one once
+        ([8, 4, 2], 40, 12, 4),
+    ],
+    ids=str,
 )
-def test_a_resume_with_another_global_batch_goes_on_at_the_same_rows(tmp_path, rows, steps):
-    """This launch has 2 ranks x 2 rows; the numbers of its steps follow the rows."""
-    trainer = trainer_at(6, tmp_path / "second")
+def test_a_resume_with_other_batches_goes_on_at_the_same_rows(
+    tmp_path, batches, rows, steps, again, caplog
+):
+    """This launch has rounds of 8 rows, steps of 4, and 8 steps an epoch."""
+    trainer = trainer_at(20, tmp_path / "second")
     trainer.train_dataset = Dataset.from_dict({"prompt": ["a"]})
     resume = Resume(trainer)
-    folder = after_steps(tmp_path, rows)
+    folder = after_steps(tmp_path, batches, rows)
     resume.choose(str(folder))
     with resume.loading():
         trainer.state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
-    assert trainer.state.global_step == (steps or 6) and resume.epochs == 1
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
-    trainer.lr_scheduler.last_epoch = 6
+    assert trainer.state.global_step == (steps or 20) and resume.epochs == 1
+    trainer.lr_scheduler.last_epoch = 20
     resume.restore_position()
-    if steps is not None:
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(1 - steps / 100)
-        assert trainer.lr_scheduler.last_epoch == steps
+    if steps is None:
+        assert trainer.model_wrapped.global_steps == 20
+        return
+    assert trainer.lr_scheduler.get_last_lr() == [pytest.approx(1 - steps / 100)]
+    assert trainer.lr_scheduler.last_epoch == trainer.model_wrapped.global_steps == steps
+    # else transformers would take a later checkpoint-20 for it
+    assert trainer.state.best_global_step is None
+    assert f" {again} of the rows" in caplog.text
+
+
+@pytest.mark.parametrize("was", [(8, 1), (12, 1), (12, 3), (40, 2)], ids=str)
+@pytest.mark.parametrize("now", [(8, 1), (12, 2), (20, 1), (40, 1)], ids=str)
+def test_no_row_is_left_out_whatever_the_rounds_and_steps_were(was, now):
+    """Rows of whole rounds that are behind were trained; less than a round of each and a step come again."""
+    (round_was, iterations_was), (round_now, iterations) = was, now
+    for step_was, step_now in itertools.product((4, 6), (2, 4, 8)):
+        for step in range(0, 240 // step_was):
+            rows = step * step_was
+            found = steps_of(
+                rows, [round_was, step_was, iterations_was], [round_now, step_now, iterations]
+            )
+            trained, behind = rows / iterations_was, found * step_now / iterations
+            assert behind <= trained
+            if was == now:
+                assert trained - behind < step_now / iterations
+            else:
+                assert trained - behind < round_was + round_now + step_now
+
+
+def test_epochs_that_leave_out_other_rows_are_counted_whole(tmp_path):
+    """The epochs before had 3 rounds of 10, 30 of 32 rows, and this launch has 4 rounds of 8."""
+    trainer = trainer_at(6, tmp_path / "second")
+    trainer.train_dataset = Dataset.from_dict({"prompt": ["a"]})
+    resume = Resume(trainer)
+    resume.choose(str(after_steps(tmp_path, [10, 10, 1], rows=0, epoch=2.0)))
+    assert resume.epochs == 2 and resume._steps == 16
+
+
+def test_a_place_counts_the_short_last_step_of_an_epoch(tmp_path):
+    """8 micro-steps an epoch, 3 an optimizer step: the third step has 2."""
+    folder = saved_at(4, tmp_path, gradient_accumulation_steps=3)
+    metadata = json.loads((folder / "multinode.json").read_text())
+    assert metadata["place"] == [1, 12] and metadata["batches"] == [8, 12, 1]
+
+
+def test_a_later_pass_over_a_stream_is_refused_with_other_batches_too(tmp_path):
+    trainer = trainer_at(6, tmp_path / "second", loader=Stream())
+    trainer.train_dataset = Dataset.from_dict({"prompt": ["a"]}).to_iterable_dataset()
+    with refused("train_dataset", "ignore_data_skip"):
+        Resume(trainer).choose(str(after_steps(tmp_path, [4, 2, 1])))
 
 
 def test_larger_steps_in_the_same_folder_are_refused(tmp_path):
     """Their checkpoints would have lower numbers than those that are there."""
-    folder = after_steps(tmp_path, 2)
-    with refused("gradient_accumulation_steps", "another `output_dir`", got=4, expected=2):
+    folder = after_steps(tmp_path, [4, 2, 1])
+    expected = {"got": [8, 4, 1], "expected": [4, 2, 1]}
+    with refused("gradient_accumulation_steps", "another `output_dir`", **expected):
         Resume(trainer_at(6, folder.parent)).choose(str(folder))
+
+
+def test_a_schedule_of_deepspeed_moves_and_one_that_cannot_is_named(caplog):
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+
+    def warmed(last: int) -> WarmupDecayLR:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        return WarmupDecayLR(optimizer, 200, 0.0, 1.0, 10, last_batch_iteration=last)
+
+    whole = warmed(-1)
+    for _ in range(100):
+        whole.step()
+    moved = warmed(50)
+    move_schedule(SimpleNamespace(scheduler=moved), 100)
+    assert moved.get_last_lr() == whole.get_last_lr() and "WarmupDecayLR" not in caplog.text
+    move_schedule(schedule(torch.optim.lr_scheduler.StepLR, step_size=3), 100)
+    assert "StepLR" in caplog.text
+
+
+def test_a_checkpoint_of_deepspeed_is_refused_without_it(tmp_path):
+    """transformers would load the weights, begin with a fresh optimizer and schedule, and say nothing."""
+    folder = zero_checkpoint(tmp_path, 0)
+    (folder / "trainer_state.json").write_text('{"epoch": 0.5, "global_step": 4}')
+    (folder / "latest").write_text("global_step4")
+    without = Alone()
+    without.distributed_type = "MULTI_GPU"
+    with refused("resume_from_checkpoint", "DeepSpeed config", got=folder):
+        Resume(trainer_at(4, tmp_path, without)).choose(str(folder))
 
 
 @pytest.mark.parametrize(("was", "ranks", "without"), [(3, 1, "[0]"), (1, 2, "[0, 1]")])
 def test_random_states_that_begin_anew_are_named(tmp_path, capsys, caplog, was, ranks, without):
-    folder = after_steps(tmp_path, 2 * ranks, epoch=0.5)
-    metadata = {"ranks": was, "rows": 2 * ranks}
+    folder = after_steps(tmp_path, [4 * ranks, 2 * ranks, 1], epoch=0.5)
+    metadata = {"ranks": was}
     (folder / "multinode.json").write_text(json.dumps(metadata))
     Resume(trainer_at(6, tmp_path, Alone() if ranks == 1 else None)).choose(str(folder))
     assert f"those of the ranks {without}" in caplog.text + capsys.readouterr().out

@@ -4,6 +4,7 @@ import json
 import os
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigurationError
 from ..libraries import installed
@@ -167,10 +168,9 @@ def was_in_flight(folder: Path) -> bool:
     return read_metadata(folder).get("in_flight", False)
 
 
-def write_metadata(folder: Path, rank: int, ranks: int, in_flight: bool, rows: int) -> None:
-    """Write version, ranks and rows of a step of this launch; nodes that share the folder write the same."""
-    content = {"in_flight": in_flight, "trl_multinode": OWN_VERSION, "ranks": ranks, "rows": rows}
-    _replace_metadata(folder, rank, content)
+def write_metadata(folder: Path, rank: int, **facts: Any) -> None:
+    """Write this library's version and facts of the launch; nodes that share the folder write the same."""
+    _replace_metadata(folder, rank, {"trl_multinode": OWN_VERSION} | facts)
 
 
 def record_files(folder: Path, rank: int) -> None:

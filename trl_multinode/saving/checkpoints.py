@@ -102,10 +102,8 @@ class CheckpointLog:
         self._markers = output_dir / MARKERS
 
     @contextmanager
-    def saving(self, step: int, in_flight: bool = False, rows: int = 0) -> Iterator[Path]:
-        """Create the checkpoint folder of `step`, and mark it as finished on exit.
-
-        The metadata record whether groups of several rounds are open, and the rows of an optimizer step.
+    def saving(self, step: int, **facts: Any) -> Iterator[Path]:
+        """Create the checkpoint folder of `step` with facts in its metadata, and mark it as finished on exit.
 
         The exit is a collective of all training ranks. If a rank fails inside, the folder stays marked as unfinished.
         """
@@ -122,7 +120,7 @@ class CheckpointLog:
                 accelerator.distributed_type == "DEEPSPEED",
             )
             delete_files_of_other_launches(folder, ranks, with_zero)
-            write_metadata(folder, rank, ranks, in_flight, rows)
+            write_metadata(folder, rank, ranks=ranks, **facts)
         yield folder
         if accelerator.is_local_main_process:
             self._write_latest(folder)

@@ -71,10 +71,11 @@ class Conversion:
             return
         states = self._source / (self._source / "latest").read_text().strip()
         self._check_files(states)
-        size = sum(path.stat().st_size for path in states.iterdir())
+        sizes = [path.stat().st_size for path in states.iterdir()]
+        size = sum(sizes)
         self._own.mkdir(parents=True, exist_ok=True)
-        # DeepSpeed cuts all states into pieces before it joins them
-        needed = 2 * size
+        # DeepSpeed cuts all states into pieces before it joins them, and keeps those of a rank
+        needed = 2 * size + max(sizes)
         if (free := shutil.disk_usage(self._own).free) < needed:
             raise ConfigurationError(
                 f"{self._source} must be converted for another number of ranks, which takes {needed} bytes in "
@@ -153,6 +154,7 @@ class Conversion:
         """
         with replaced(engine._config, "load_universal_checkpoint", True):
             load(engine, str(self.folder), **keywords)
+        separate_steps(engine.optimizer.optimizer)
         (states,) = self.folder.glob("global_step*")
         if engine.zero_optimization_partition_weights():
             restore_groups(engine, states)
@@ -176,9 +178,30 @@ class Conversion:
                     if self._rank == 0 or not is_zero3(tensor):
                         tensor.copy_(file.get_tensor(name))
 
+    def delete_others(self) -> None:
+        """Delete the copies that killed runs have left of other checkpoints."""
+        copies = self._own.glob(f"{PREFIX}*")
+        if others := [path for path in copies if path != self.folder]:
+            delete(others, self._own)
+
     def delete(self) -> None:
-        """Delete the copy after the load."""
-        delete([self.folder], self._own)
+        """Delete this copy after the load, and all others."""
+        self.delete_others()
+        if self.folder.is_dir():
+            delete([self.folder], self._own)
+
+
+def separate_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Give each state a count of steps of its own, where the optimizer's kernel reads it.
+
+    DeepSpeed's loader gives all states of ZeRO-3 one tensor, to which each of them would add its steps, and leaves
+    that of every stage on the CPU.
+    """
+    on_device = any(optimizer.defaults.get(name) for name in ("fused", "capturable"))
+    for parameter, state in optimizer.state.items():
+        if torch.is_tensor(step := state.get("step")):
+            device = parameter.device if on_device else step.device
+            state["step"] = step.to(device, copy=True)
 
 
 def restore_groups(engine: Any, states: Path) -> None:

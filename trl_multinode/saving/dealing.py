@@ -48,16 +48,14 @@ class Layout:
         return self.ranks * self.rows_of_rank, per_step, self.iterations, self.whole
 
 
-def load_dealt(
-    folder: Path, layout: list[int], rank: int, device: torch.device
-) -> SavedRollouts | None:
+def load_dealt(folder: Path, layout: list[int], rank: int) -> SavedRollouts | None:
     """Load the share of `rank` in the rollouts of all ranks that wrote a checkpoint.
 
     Returns:
         `SavedRollouts`, *optional*: `None` if the file of a rank cannot be used, if the batches differ, or if rows do
             not say to which completion their values belong (images).
     """
-    files = _files_of_all(folder, Layout(*layout), device)
+    files = _files_of_all(folder, Layout(*layout))
     if files is None:
         return None
     was, now = Layout(*files[0].notes["layout"]), Layout(*layout)
@@ -73,13 +71,13 @@ def load_dealt(
     return saved
 
 
-def _files_of_all(folder: Path, now: Layout, device: torch.device) -> list[SavedRollouts] | None:
+def _files_of_all(folder: Path, now: Layout) -> list[SavedRollouts] | None:
     """Load the rollouts of all ranks that wrote a checkpoint; `None` if they cannot be dealt anew."""
-    first = load_rollouts(folder, 0, device)
+    first = load_rollouts(folder, 0)
     if first is None or "layout" not in first.notes:
         return None
     was = Layout(*first.notes["layout"])
-    files = [load_rollouts(folder, number, device) for number in range(was.ranks)]
+    files = [load_rollouts(folder, number) for number in range(was.ranks)]
     whole = [file for file in files if file and file.notes.get("layout") == first.notes["layout"]]
     return whole if len(whole) == was.ranks and was.batches == now.batches else None
 
@@ -91,7 +89,7 @@ def _dealt_open(
     files: Sequence[SavedRollouts], was: Layout, now: Layout, rank: int
 ) -> torch.Tensor | None:
     """Return the share of a rank in the open groups of all files, encoded; `None` if they cannot be dealt evenly."""
-    parts = [decoded(file.tensors[NAME].cpu().numpy().tobytes()) for file in files]
+    parts = [decoded(file.tensors[NAME].numpy().tobytes()) for file in files]
     deal = dealt_groups if files[0].notes[NAME]["in_flight"] else dealt_rounds
     share = deal(parts, was, now, rank)
     if share is None:
@@ -167,7 +165,7 @@ def dealt_block(
 def _rows_are_known(part: dict, first: dict, was: Layout) -> bool:
     """Return whether the values of a slice can be told apart by row, and slices make whole optimizer steps."""
     sizes = {len(value) for value in part.values() if _has_rows(value)}
-    is_alike = sizes == {was.rows} and part.keys() == first.keys()
+    is_alike = sizes == {was.rows} and part.keys() == first.keys() and "num_images" not in part
     return is_alike and was.slices % was.accumulation == 0
 
 

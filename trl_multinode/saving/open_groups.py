@@ -49,7 +49,7 @@ class OpenGroupsFile:
         """
         if saved.notes[NAME]["in_flight"] != self._in_flight:
             return  # a round that was ahead is generated again
-        found = decoded(saved.tensors[NAME].cpu().numpy().tobytes())
+        found = decoded(saved.tensors[NAME].numpy().tobytes())
         size = self._trainer.num_generations
         if self._in_flight and (others := {len(group.prompts) for group in found.groups} - {size}):
             raise ConfigurationError(

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState
 from transformers import trainer as transformers_trainer
 
@@ -16,15 +17,17 @@ from ..run.reporter import report, warn
 from .checkpoint_files import (
     check_finished,
     epochs_behind,
+    from_its_weights,
     has_optimizer,
     newest_whole,
+    no_resume,
     read_metadata,
     read_state,
     was_in_flight,
 )
 from .checkpoints import CheckpointLog, micro_steps_done, ranks_of_zero
 from .conversion import Conversion
-from .dealing import load_dealt
+from .dealing import Layout, load_dealt
 from .open_groups import OpenGroupsFile, check_same_way
 from .saved_rollouts import SavedRollouts, load_rollouts, pack_block, save_rollouts, unpack_block
 
@@ -45,7 +48,7 @@ class Resume:
         self._in_flight = trainer.host.settings.in_flight
         self._log = CheckpointLog(Path(trainer.args.output_dir), trainer.accelerator)
         self._folder: Path | None = None
-        # optimizer steps of this launch that trained as many rows as the checkpoint; `None`: as many steps
+        # optimizer steps of this launch after which it is where the checkpoint is; `None`: as many steps
         self._steps: int | None = None
         self._must_restore = False
         self.epochs = 0  # epochs that the run completed before the checkpoint
@@ -60,8 +63,8 @@ class Resume:
 
         Raises:
             `ConfigurationError`: if `wanted` is `True` and no checkpoint is finished; if the checkpoint is unfinished
-                or damaged, was written by a newer version of this library, is in a later pass over a stream than the
-                first, or cannot be converted for this number of ranks.
+                or damaged, is in a later pass over a stream than the first, or cannot be converted for this number of
+                ranks.
         """
         self._log.delete_leftovers()
         self._must_restore, self._steps, self.epochs = True, None, 0
@@ -71,7 +74,7 @@ class Resume:
             return None
         self._check(self._folder)
         self.epochs = epochs_behind(self._folder)
-        self._count_rows(self._folder)
+        self._move(self._folder)
         self._check_stream(self._folder)
         # the longest of all checks; training loads it
         self._conversion_of(self._folder)
@@ -96,6 +99,13 @@ class Resume:
         return folder
 
     def _check(self, folder: Path) -> None:
+        under_zero = self._accelerator.distributed_type == "DEEPSPEED"
+        if not under_zero and any(folder.glob("global_step*")):
+            raise no_resume(
+                folder,
+                f"{folder} has its optimizer and schedule in DeepSpeed's files, and this launch is without DeepSpeed.",
+                f"Launch it with a DeepSpeed config, or {from_its_weights(folder)}",
+            )
         if not has_optimizer(folder) and self._accelerator.is_main_process:
             warn(
                 f"{folder} has no optimizer state (save_only_model): optimizer and schedule begin anew."
@@ -106,38 +116,46 @@ class Resume:
                 "and its KL and losses differ from those of a run without a stop."
             )
 
-    def _count_rows(self, folder: Path) -> None:
-        """Find the position in the data after a change of the ranks or of the rows of an optimizer step.
+    def _move(self, folder: Path) -> None:
+        """Find the position in the data after a change of the ranks, or of the rows of a step or of a round.
 
         Raises:
-            `ConfigurationError`: if steps have more rows than before, so that new checkpoints get lower numbers.
+            `ConfigurationError`: if new checkpoints would get lower numbers than those that are there.
         """
         metadata, args = read_metadata(folder), self._trainer.args
-        now = self._rows_of_step
-        was = metadata.get("rows") or now
         self._report_ranks(folder, metadata.get("ranks"))
+        now = self._batches
+        was = metadata.get("batches", now)
         if was == now:
             return
-        state = read_state(folder)
-        done = state["global_step"]
-        self._steps = done * was // now
+        done = read_state(folder)["global_step"]
+        epochs, rows = metadata["place"]
+        inside = steps_of(rows, was, now)
+        # a stream has no number of batches, and one epoch
+        batches = num_batches(self._trainer.get_train_dataloader()) or 0
+        updates = -(-batches // args.gradient_accumulation_steps)
+        self._steps = epochs * updates + inside
+        if updates:
+            self.epochs = self._steps // updates
+        change = (
+            f"{folder} was written with {was[1]} rows per optimizer step and {was[0]} per round, this launch has "
+            f"{now[1]} and {now[0]}"
+        )
         if self._steps < done and folder.parent.resolve() == Path(args.output_dir).resolve():
             raise ConfigurationError(
-                f"{folder} was written with {was} rows per optimizer step, this launch has {now}: it would go on at "
-                f"step {self._steps}, and a later resume would take the older checkpoints.",
+                f"{change}: it would go on at step {self._steps}, and a later resume would take the older "
+                "checkpoints.",
                 setting="gradient_accumulation_steps",
                 got=now,
                 expected=was,
-                cure="Choose `per_device_train_batch_size` and `gradient_accumulation_steps` for the same number of "
-                "rows, or use another `output_dir`.",
+                cure="Choose `per_device_train_batch_size`, `gradient_accumulation_steps` and `steps_per_generation` "
+                "for the same numbers, or use another `output_dir`.",
             )
-        # as rows count, which may be a part of a step less
-        self.epochs = int(state["epoch"] * self._steps * now / max(1, done * was) + 1e-9)
         if self._accelerator.is_main_process:
+            again = max(0, rows // was[2] - inside * now[1] // now[2])
             warn(
-                f"{folder} was written with {was} rows per optimizer step, this launch has {now}: step {done} becomes "
-                f"step {self._steps}, at the same place in the data and in the schedule"
-                + (", but for a part of a step that is trained again." if done * was % now else ".")
+                f"{change}: step {done} becomes step {self._steps}, at the same place in the data and in the "
+                f"schedule; {again} of the rows before it are trained again."
             )
 
     def _report_ranks(self, folder: Path, was: int | None) -> None:
@@ -152,24 +170,39 @@ class Resume:
         )
 
     @property
-    def _rows_of_step(self) -> int:
-        args = self._trainer.args
-        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        return rows * self._accelerator.num_processes
+    def _batches(self) -> list[int]:
+        """Rows of a round and of an optimizer step over all ranks, and iterations over a round."""
+        return list(Layout(*self._layout()).batches[:3])
+
+    def _place(self) -> tuple[int, int]:
+        """Return the epochs that are complete, and the rows trained in the one that goes on."""
+        trainer = self._trainer
+        batches = num_batches(trainer.callback_handler.train_dataloader)
+        accumulation = trainer.args.gradient_accumulation_steps
+        done = micro_steps_done(trainer.state.global_step, batches, accumulation)
+        epochs, inside = divmod(done, batches) if batches else (0, done)
+        return epochs, inside * self._batches[1] // accumulation
 
     def _conversion_of(self, folder: Path) -> Conversion | None:
         """Return a checkpoint as this number of ranks can load it, or `None` if it is that itself. A collective."""
         accelerator, agreement = self._accelerator, self._trainer.host.agreement
         saved_by = ranks_of_zero(folder, accelerator)
-        if saved_by in (0, accelerator.num_processes):
-            return None
         output_dir = Path(self._trainer.args.output_dir)
         conversion = Conversion(folder, saved_by, output_dir, accelerator.process_index)
+        local_main = accelerator.is_local_main_process
+        if saved_by in (0, accelerator.num_processes):
+            if local_main:
+                conversion.delete()
+            return None
         with self._trainer.host.phases("convert"):
-            # then those of nodes that do not share the folder of rank 0
-            for converts in (accelerator.is_main_process, accelerator.is_local_main_process):
-                if converts:
-                    conversion.make()
+            for work, is_mine in (
+                (conversion.delete_others, local_main),
+                (conversion.make, accelerator.is_main_process),
+                # those of nodes that do not share the folder of rank 0
+                (conversion.make, local_main),
+            ):
+                if is_mine:
+                    work()
                 agreement.meeting.wait()
         return conversion
 
@@ -195,6 +228,8 @@ class Resume:
             state = load_state(path)
             if self._steps is not None:
                 state.global_step = self._steps
+                # a later checkpoint may have the old number of the best one, whose folder is kept by name
+                state.best_global_step = None
             return state
 
         with (
@@ -258,10 +293,10 @@ class Resume:
             with trainer.host.phases("generate"):
                 trainer.vllm_generation.rounds.drop()
         if self._steps is not None:
-            # the schedule that was loaded counts the steps of the checkpoint
-            scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
-            scheduler.last_epoch = self._steps - 1
-            scheduler.step()
+            # what was loaded counts the steps of the checkpoint
+            move_schedule(trainer.lr_scheduler, self._steps)
+            if hasattr(trainer.model_wrapped, "global_steps"):  # DeepSpeed names its files by it
+                trainer.model_wrapped.global_steps = self._steps
         if self._folder is not None:
             self._restore(self._folder)
 
@@ -271,11 +306,11 @@ class Resume:
         A rank that generates afresh needs all the other ranks, for the weight sync and the rewards.
         """
         rank = self._accelerator.process_index
-        saved = load_rollouts(folder, rank, self._accelerator.device)
+        saved = load_rollouts(folder, rank)
         usable = saved is not None and saved.notes.get("layout") == self._layout()
         all_usable = self._log.all_have(usable)
         if not all_usable:
-            saved = load_dealt(folder, self._layout(), rank, self._accelerator.device)
+            saved = load_dealt(folder, self._layout(), rank)
             all_usable = self._log.all_have(saved is not None)
         check_same_way(folder, was_in_flight(folder), self._in_flight, all_usable)
         if saved is not None and all_usable:
@@ -289,7 +324,7 @@ class Resume:
 
     def _restore_rollouts(self, saved: SavedRollouts) -> None:
         if self._inside_block():
-            self._trainer._buffered_inputs = unpack_block(saved)
+            self._trainer._buffered_inputs = unpack_block(saved, self._accelerator.device)
         if "open" in saved.notes and (self._in_flight or self._keeps_a_round):
             OpenGroupsFile(self._trainer).restore_from(saved)
 
@@ -302,7 +337,8 @@ class Resume:
         It waits for a round that runs ahead, unless `save_only_model` omits the rollouts.
         """
         step = self._trainer.state.global_step
-        with self._log.saving(step, self._in_flight, self._rows_of_step) as folder:
+        facts = {"in_flight": self._in_flight, "batches": self._batches, "place": self._place()}
+        with self._log.saving(step, **facts) as folder:
             if not self._trainer.args.save_only_model:
                 save_rollouts(folder, self._accelerator.process_index, self._collect())
             yield folder
@@ -376,6 +412,34 @@ class Resume:
         sizes = [self._accelerator.num_processes, *per_rank, args.gradient_accumulation_steps]
         # open groups of whole rollouts have neither prompts nor rows that single completions could go on from
         return [*sizes, 1] if self._in_flight and self._has_whole_rollouts else sizes
+
+
+def steps_of(rows: int, was: list[int], now: list[int]) -> int:
+    """Return the optimizer steps of an epoch after which this launch has trained what another one had.
+
+    Args:
+        rows (`int`):
+            Rows that the other launch had trained in the epoch.
+        was (`list[int]`), now (`list[int]`):
+            Rows of a round, rows of a step, and iterations, of the other launch and of this one.
+    """
+    if (was[0], was[2]) != (now[0], now[2]):
+        # rounds that both have in common, since a prompt has all of its rows in one
+        whole = rows // (was[0] * was[2]) * was[0]
+        rows = whole // now[0] * now[0] * now[2]
+    return rows // now[1]
+
+
+def move_schedule(schedule: Any, steps: int) -> None:
+    """Set the learning rates of another number of optimizer steps."""
+    schedule = getattr(schedule, "scheduler", schedule)
+    if isinstance(schedule, LambdaLR):
+        schedule.last_epoch = steps - 1
+        schedule.step()
+    elif hasattr(schedule, "last_batch_iteration"):  # DeepSpeed's begin at -1
+        schedule.step(steps - 1)
+    else:
+        warn(f"{type(schedule).__name__} goes on as after the steps that the checkpoint counted.")
 
 
 def num_batches(loader: Any) -> int | None:

@@ -32,15 +32,12 @@ def save_rollouts(folder: Path, rank: int, saved: SavedRollouts) -> None:
     part.replace(path)
 
 
-def load_rollouts(folder: Path, rank: int, device: torch.device) -> SavedRollouts | None:
+def load_rollouts(folder: Path, rank: int) -> SavedRollouts | None:
     """Load a rank's rollouts; `None` if the checkpoint has no such file of ours (from plain TRL, or fewer ranks)."""
     try:
-        # without `device`, because safetensors rejects "cpu:0"
         with safe_open(rollouts_file(folder, rank), framework="pt") as file:
             notes = json.loads((file.metadata() or {})["notes"])
-            return SavedRollouts(
-                {name: file.get_tensor(name).to(device) for name in file.keys()}, notes
-            )
+            return SavedRollouts({name: file.get_tensor(name) for name in file.keys()}, notes)
     # missing, cut off, or written by something else
     except (
         OSError,
@@ -65,11 +62,11 @@ def pack_block(slices: list[dict]) -> SavedRollouts:
     return SavedRollouts(tensors, {"block": lists})
 
 
-def unpack_block(saved: SavedRollouts) -> list[dict]:
+def unpack_block(saved: SavedRollouts, device: torch.device | str = "cpu") -> list[dict]:
     """Invert [`pack_block`]; `None` entries stay absent, because TRL reads them with `get`."""
     slices = [dict(lists) for lists in saved.notes["block"]]
     for name, tensor in saved.tensors.items():
         group, _, key = name.partition("/")
         if group.startswith("block"):
-            slices[int(group.removeprefix("block"))][key] = tensor
+            slices[int(group.removeprefix("block"))][key] = tensor.to(device)
     return slices

@@ -104,12 +104,20 @@ class Record(TrainerCallback):
             ],
             difference=self.rounds.trainer._monitor.last,
             counters=counters(self.rounds.trainer.model_wrapped),
+            adam_steps=adam_steps(self.rounds.trainer.optimizer),
             rehearsed=self.rounds.trainer.rehearsed,
         )
 
     def on_save(self, args, state, control, **_):
         if state.global_step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adam_steps(optimizer) -> list[int]:
+    """The different counts of its states, each of a parameter or of several."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return sorted({int(state["step"]) for state in optimizer.state.values() if "step" in state})
 
 
 def counters(engine) -> dict:

@@ -2,25 +2,32 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from math import gcd
 
 from .launch import Launch, Problem
+from .rules_batch import batch_problems
 from .rules_nodes import SCHEDULERS
 
 STEPS = ("gradient_accumulation_steps", "steps_per_generation")
 
 
 def fewer_problems(launch: Launch, min_nodes: int | None) -> Iterator[Problem]:
-    """Yield the arguments with which an optimizer step on fewer nodes cannot have as many rows."""
-    for nodes in range(min_nodes or launch.num_nodes, launch.num_nodes):
-        needed = nodes // gcd(nodes, launch.num_nodes)
-        for name, steps in _steps(launch):
-            if steps % needed:
-                yield Problem(
-                    f"on {nodes} of {launch.num_nodes} nodes an optimizer step cannot have as many rows (got `{name}` "
-                    f"{steps}, expected a multiple of {needed})",
-                    f"change `{name}`, or pass a larger --min_nodes",
-                )
+    """Yield the arguments with which fewer nodes cannot have as many rows in a step, or no whole groups."""
+    batch, all_nodes = launch.script.batch, launch.num_nodes
+    for nodes in range(min_nodes or all_nodes, all_nodes):
+        where, needed = f"on {nodes} of {all_nodes} nodes", nodes // gcd(nodes, all_nodes)
+        uneven = {name: steps for name, steps in _steps(launch) if steps % needed}
+        for name, steps in uneven.items():
+            yield Problem(
+                f"{where} an optimizer step cannot have as many rows (got `{name}` {steps}, expected a multiple of "
+                f"{needed})",
+                f"change `{name}`, or pass a larger --min_nodes",
+            )
+        if batch is not None and not uneven:
+            scaled = {name: steps * all_nodes // nodes for name, steps in _steps(launch)}
+            for problem in batch_problems(replace(batch, **scaled), nodes * launch.ranks_per_node):
+                yield Problem(f"{where} {problem.what}", problem.cure)
 
 
 def words_here(launch: Launch, min_nodes: int) -> tuple[list[str], list[str]]:
