@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 import time
 
 import beating
@@ -150,3 +151,38 @@ def test_a_single_process_meets_itself():
     for number in range(1, 5):
         assert meeting.wait("b a b") == ["a", "b"] and meeting.wait() == []
         assert meeting.arrivals == 2 * number and not meeting.is_missed(meeting._store)
+
+
+class Repeating:
+    """A store whose connection is always reset after it has executed a call, and before it has answered."""
+
+    def __init__(self, store: HashStore):
+        self.store = store
+
+    def __getattr__(self, name: str):
+        def call(*args):
+            getattr(self.store, name)(*args)
+            return getattr(self.store, name)(*args)
+
+        return getattr(self.store, name) if name == "wait" else call
+
+
+def test_a_rank_that_counts_twice_after_a_reset_ends_no_meeting_early():
+    store, found = HashStore(), {}
+
+    def enter(rank: int, client) -> threading.Thread:
+        meeting = Meeting(Topology(rank, 3, 0, 1, rank, 3, launched=False), client)
+
+        def meet() -> None:
+            found[rank] = [meeting.wait(f"{number}-{rank}") for number in range(3)]
+
+        thread = threading.Thread(target=meet)
+        thread.start()
+        return thread
+
+    ranks = [enter(0, Repeating(store)), enter(1, store)]
+    until(lambda: store.check(["arrived/1"]) and store.add("arrived/1", 0) == 3)
+    assert not store.check(["met/1"]) and found == {}
+    for thread in [*ranks, enter(2, store)]:
+        thread.join(HANG_S)
+    assert found == dict.fromkeys(range(3), [[f"{n}-{r}" for r in range(3)] for n in range(3)])

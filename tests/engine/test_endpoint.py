@@ -187,6 +187,17 @@ def test_a_completion_takes_text_or_ids_and_both_are_recorded(agent_of):
     assert text.choices[0].text is not None
 
 
+def test_a_limit_of_tokens_beyond_the_context_is_cut(agent_of):
+    """The context has 1024 tokens, and agents ask for round numbers."""
+    agent = agent_of()
+    prompt = [5] * 1020
+    agent.openai.completions.create(model="any", prompt=prompt, max_tokens=4000)
+    agent.chat(USER, max_completion_tokens=4000)
+    agent.chat(USER, max_completion_tokens=3, max_tokens=2, stream=True).close()
+    long, full, *_ = agent.close().calls
+    assert 0 < len(sampled(long)) <= 4 < len(sampled(full)) <= 12
+
+
 def test_models_lists_the_name_of_the_endpoint(agent_of):
     agent = agent_of()
     assert [model.id for model in agent.openai.models.list()] == [agent.endpoint.model]
@@ -280,6 +291,17 @@ def test_a_reply_is_the_same_in_all_forms_that_agents_send():
     assert digests(bodies[0] | {"tools": []})[0] != first[0]
 
 
+def test_arguments_of_many_brackets_are_compared_as_text():
+    """As of a model that repeats one token."""
+    message = {"role": "assistant", "tool_calls": [tool_call("[" * 100_000)]}
+    assert digests({"messages": [message]}) != digests({"messages": [USER]})
+
+
+def test_a_stream_whose_first_tool_call_is_the_second_has_no_message():
+    delta = {"role": "assistant", "tool_calls": [tool_call("", index=1)]}
+    assert ReplyMessage().add(event_of(delta)) is None
+
+
 def test_the_message_of_a_stream_is_put_together():
     found = ReplyMessage()
     deltas = [
@@ -347,6 +369,9 @@ REFUSED = {
     "no end": (CHAT | {"ignore_eos": True}, 400),
     "no reply": (CHAT | {"add_generation_prompt": False}, 400),
     "unknown": (CHAT | {"nothing": 1}, 400),
+    "no token": (CHAT | {"max_tokens": 0}, 400),
+    "half a token": (CHAT | {"max_completion_tokens": 1.5}, 400),
+    "many brackets": (b"[" * 100_000, 400),
     "an image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400),
     "too long": ({"messages": [{"role": "user", "content": "a" * 2000}]}, 400),
     "too long, as a stream": (
@@ -363,7 +388,7 @@ def test_a_call_for_anything_else_is_refused_and_counted(agent_of):
     assert {name: response.status_code for name, response in found.items()} == expected
     for response in found.values():
         assert response.json()["error"]["message"]
-    prompts = [["a", "b"], [[5], [6]], ""]
+    prompts = [["a", "b"], [[5], [6]], "", [-1, 5], [10**12]]
     assert {agent.post({"prompt": each}, "/completions").status_code for each in prompts} == {400}
     paths = ("/tokenize", "/../invocations", "/responses", "/models/../load_lora_adapter")
     assert {agent.post(CHAT, path).status_code for path in paths} == {404}
@@ -372,8 +397,9 @@ def test_a_call_for_anything_else_is_refused_and_counted(agent_of):
     assert record.calls == () and record.num_refused == len(REFUSED) + len(prompts) + 5
 
 
-def test_settings_that_change_nothing_are_accepted(agent_of):
-    agent = agent_of()
+def test_settings_that_change_nothing_are_accepted_and_what_is_refused_is_no_call(agent_of):
+    agent = agent_of(max_calls=1)
+    assert agent.post(CHAT | {"n": 2}).status_code == 400
     neutral = {"n": 1, "stop": None, "logit_bias": {}, "response_format": {"type": "text"}}
     ignored = {"user": "me", "metadata": {"a": "b"}, "store": False, "tool_choice": "none"}
     response = agent.post(CHAT | neutral | ignored | {"top_p": 0.1, "top_k": 3})

@@ -394,6 +394,8 @@ NO_REWARDS = {
     "a dictionary": ({"reward": [1.0]}, "type dict"),
     "texts": (["0.5", "1", "2"], "row 0, got a value of type str"),
     "a list of lists": ([1.0, [2.0], 3.0], "row 1, got a value of type list"),
+    "an infinite reward": ([1.0, 2.0, float("-inf")], "row 2, got a value of type float"),
+    "no float": ([10**400, 2.0, 3.0], "row 0, got a value of type int"),
     "a tensor with columns": (torch.ones(3, 2), "row 0, got a value of type Tensor"),
 }
 

@@ -45,8 +45,7 @@ def fake_agent_app(folder: str, serving: Serving, end_tokens: set[int]) -> Agent
             prompt = ids_of(body, True)
         elif isinstance(prompt, str):
             prompt = tokenizer(prompt)["input_ids"]
-        limit = body.get("max_completion_tokens") or body.get("max_tokens") or 2**31
-        *_, row = [row async for row in CALL.get().outputs(prompt, limit, {})]
+        *_, row = [row async for row in CALL.get().outputs(prompt, {})]
         ended = row.tokens[-1] in end_tokens
         text = tokenizer.decode(row.tokens, skip_special_tokens=True)
         choice: dict[str, Any] = {

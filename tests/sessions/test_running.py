@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -20,7 +21,7 @@ from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.errors import ConfigurationError, RolloutError
 from trl_multinode.sessions.chaining import rows_of
 from trl_multinode.sessions.harness import Harness, Session
-from trl_multinode.sessions.running import Finished, Sessions
+from trl_multinode.sessions.running import Finished, HarnessThread, Sessions
 from trl_multinode.wire.messages import OpenSession
 
 pytestmark = pytest.mark.engine
@@ -183,6 +184,56 @@ def test_a_harness_that_blocks_its_thread_holds_up_no_other(rig):
         free.set()
     assert well.value == 1.0
     assert (blocked.counts["failed"], blocked.counts["timed_out"]) == (1, 1)
+
+
+def test_a_value_counts_although_a_call_in_a_thread_goes_on(rig):
+    """`asyncio.run` would wait for it, and so would the end of the process."""
+    free = threading.Event()
+
+    async def give_up(session: Session) -> float:
+        await reply(session, session.row["prompt"])
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(free.wait, HANG_S), 0.1)
+        return 0.5
+
+    async def add(session: Session) -> float:
+        return await asyncio.to_thread(sum, [0.25, 0.5])
+
+    try:
+        (found,) = rig.run(give_up)
+        (calls,) = [one for one in threading.enumerate() if one.name == "harness call"]
+        assert calls.daemon
+    finally:
+        free.set()
+    assert found.value == 0.5 and found.counts["timed_out"] == 0
+    assert rig.run(add)[0].value == 0.75
+
+
+def test_a_process_ends_although_a_call_of_a_harness_in_a_thread_does_not():
+    code = (
+        "import asyncio, threading\n"
+        "from trl_multinode.sessions.harness import Harness\n"
+        "from trl_multinode.sessions.running import HarnessThread\n"
+        "begun = threading.Event()\n"
+        "def hang():\n    begun.set()\n    threading.Event().wait()\n"
+        "async def harness(session):\n    await asyncio.to_thread(hang)\n"
+        "thread = HarnessThread(Harness(harness), None)\n"
+        "thread.start()\nbegun.wait()\nthread.cancel()\nassert thread.ended.is_set()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)
+
+
+def test_a_harness_that_is_cancelled_before_it_begins_does_not_run():
+    ran = []
+
+    async def harness(session: Session) -> float:
+        ran.append(session)
+        return 1.0
+
+    thread = HarnessThread(Harness(harness), None)
+    thread._was_cancelled = True
+    thread.run()
+    assert ran == [] and isinstance(thread.error, asyncio.CancelledError)
 
 
 def test_what_a_harness_returns_on_its_cancellation_counts(rig):
@@ -354,7 +405,15 @@ def test_a_session_that_is_cancelled_from_outside_ends(rig):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [("good", False), (1.0, True), (True, False), ([1.0], False)]
+    ("value", "text"),
+    [
+        ("good", False),
+        (1.0, True),
+        (True, False),
+        ([1.0], False),
+        (float("-inf"), False),
+        (10**400, False),
+    ],
 )
 def test_a_harness_must_return_what_the_trainer_needs(rig, value, text):
     async def wrong(session: Session):

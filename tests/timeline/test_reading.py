@@ -49,6 +49,11 @@ def test_a_node_without_a_step_of_node_0_is_a_note(tmp_path):
     run = read_run([tmp_path])
     assert len(run.notes) == 1 and "clock of node 1" in run.notes[0]
     assert run.lanes[3].spans[1].start == BEGIN + AHEAD_S + 0.5
+    for rank in (0, 1):
+        (tmp_path / "_multinode" / "phases" / f"rank{rank}.jsonl").unlink()
+    run = read_run([tmp_path])
+    assert {lane.name for lane in run.lanes} >= {"rank 2", "rank 3"}
+    assert any("clock of node 1" in note for note in run.notes)
 
 
 @pytest.mark.nightly

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..wire.messages import Endpoint, ErrorName, OpenSession, Serving
 from .backend import Backend, Refused
-from .sessions import CALL, AgentCall, AgentSession, AgentSessions, why_forks
+from .sessions import CALL, LIMITS, AgentCall, AgentSession, AgentSessions, why_forks
 
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -22,7 +22,7 @@ KEEP_ALIVE_S = 3600  # an agent's connection, which ends with its process
 STATUS: dict[ErrorName, int] = {"EngineLeavingError": 503, "EngineRefusedError": 400}  # else 500
 
 PASSED = {
-    *("model", "max_tokens", "max_completion_tokens", "stream", "stream_options"),
+    *("model", "stream", "stream_options", *LIMITS),
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
     *("prompt", "logprobs", "top_logprobs"),
 }
@@ -77,24 +77,32 @@ def checked_body(raw: bytes, is_chat: bool, model: str) -> tuple[dict[str, Any],
     """
     try:
         body = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
         raise CallError(400, "the body must be a JSON object")
     passed, overridden = settings_of(body)
     if passed.get("tool_choice", "auto") not in ("auto", "none"):
         raise CallError(400, "tool_choice must be auto or none", "tool_choice")
-    for key in ("logprobs", "top_logprobs"):
-        count = passed.get(key, 0)
-        if count not in (0, 1):  # `True` is one
-            raise CallError(400, f"{key} must be at most 1: only sampled tokens have one", key)
-        if key in passed and count is not True:
-            passed[key] = 0
+    check_numbers(passed)
     if is_chat:
         check_messages(passed.get("messages"))
     else:
         check_prompt(passed.get("prompt"))
+        passed.setdefault("max_tokens", 16)  # as of OpenAI's API
     return passed | {"model": model}, overridden
+
+
+def check_numbers(passed: dict[str, Any]) -> None:
+    """Check the numbers of tokens and of log-probs."""
+    for key in passed.keys() & {"logprobs", "top_logprobs"}:
+        if passed[key] not in (0, 1):  # `True` is one
+            raise CallError(400, f"{key} must be at most 1: only sampled tokens have one", key)
+        if passed[key] is not True:
+            passed[key] = 0
+    for key in passed.keys() & LIMITS:
+        if type(passed[key]) is not int or passed[key] < 1:
+            raise CallError(400, f"{key} must be an integer above 0", key)
 
 
 def settings_of(body: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
@@ -128,7 +136,9 @@ def check_messages(messages: Any) -> None:
 
 def check_prompt(prompt: Any) -> None:
     """Check that a completion has one prompt."""
-    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    is_ids = isinstance(prompt, list) and all(
+        type(token) is int and 0 <= token < 2**31 for token in prompt
+    )
     if not prompt or not (isinstance(prompt, str) or is_ids):
         raise CallError(400, "prompt must be one string, or one list of token ids", "prompt")
 
@@ -221,7 +231,7 @@ class ReplyMessage:
         self._stream = self._stream or ChatCompletionStreamState()
         *events, self._bytes = self._bytes.split(b"\n\n")
         for event in events:
-            with suppress(ValueError):  # the end of the stream, or a comment
+            with suppress(ValueError, LookupError):  # the end of the stream, or a comment
                 chunk = ChatCompletionChunk.model_validate_json(event.removeprefix(b"data:"))
                 self._stream.handle_chunk(chunk)
                 choice = self._stream.current_completion_snapshot.choices[0]
@@ -274,18 +284,21 @@ class AgentCalls:
         if scope["method"] == "GET":
             await self._run_app(scope, b"", reply)
             return
+        body, overridden = checked_body(
+            await read_body(reply.receive), path == CHAT, self._sessions.app.model
+        )
         if session.num_begun >= session.opened.max_calls:
             # not 429, after which many clients would try again for minutes
             raise CallError(403, f"the session has made its {session.num_begun} calls")
         session.num_begun += 1
-        body, overridden = checked_body(
-            await read_body(reply.receive), path == CHAT, self._sessions.app.model
-        )
         session.overridden |= overridden
         reply.call = call = AgentCall(session, body, self._sessions)
         CALL.set(call)
+        served = {key: value for key, value in body.items() if key not in LIMITS}
+        # the limit is this module's; the app would refuse what exceeds the rest of the context
+        served["max_tokens"] = 1
         try:
-            await self._run_app(scope, json.dumps(body).encode(), reply)
+            await self._run_app(scope, json.dumps(served).encode(), reply)
         except Exception:
             if call.error is None:  # else the app only passes it on
                 raise

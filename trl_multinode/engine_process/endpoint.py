@@ -44,7 +44,7 @@ class ServingClient:
     def generate(
         self, prompt: Mapping[str, Any], sampling_params: Any, *_: Any, **__: Any
     ) -> AsyncIterator[Any]:
-        """Generate as for a rank. Of the sampling settings, only the limit and what shapes the text count."""
+        """Generate as for a rank. Of the sampling settings, only what shapes the text counts."""
         from vllm.sampling_params import RequestOutputKind
 
         text = {
@@ -55,7 +55,7 @@ class ServingClient:
         # without a stream vLLM asks for the last output only, and no token would count as made before
         if sampling_params.output_kind == RequestOutputKind.DELTA:
             text["output_kind"] = RequestOutputKind.DELTA
-        return CALL.get().outputs(prompt["prompt_token_ids"], sampling_params.max_tokens, text)
+        return CALL.get().outputs(prompt["prompt_token_ids"], text)
 
 
 async def build_agent_app(llm: Any, serving: Serving) -> AgentApp:

@@ -27,6 +27,7 @@ from .backend import AgentApp, Growing, Refused
 
 # Fields of a message by which it is found again. Agents drop others, such as its reasoning, or add some of their own
 COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
+LIMITS = ("max_tokens", "max_completion_tokens")  # keys of a body
 MOST_AFTER = 16  # tokens of a template from the end of a reply on; further ahead is another message
 CALL: ContextVar["AgentCall"] = ContextVar("call")  # the call that the app answers in this task
 
@@ -114,7 +115,7 @@ class AgentCall:
         self._task: asyncio.Task | None = None
 
     async def outputs(
-        self, rendered: Sequence[int], max_tokens: int, text: Mapping[str, Any]
+        self, rendered: Sequence[int], text: Mapping[str, Any]
     ) -> AsyncIterator[Any]:
         """Generate the completion, and yield the backend's outputs; without a stream only the last one.
 
@@ -123,8 +124,6 @@ class AgentCall:
         Args:
             rendered (`Sequence[int]`):
                 Token ids of the prompt as the app has made them.
-            max_tokens (`int`):
-                Limit of the app; that of the session and the context limit the completion too.
             text (`Mapping`):
                 The backend's keywords for the texts of the outputs.
         """
@@ -144,7 +143,7 @@ class AgentCall:
                 task.exception()  # asyncio would log it once the agent has left
 
         growing = Growing(on_output=take, text=text)
-        self._task = asyncio.create_task(self._complete(list(rendered), max_tokens, growing))
+        self._task = asyncio.create_task(self._complete(list(rendered), growing))
         self._task.add_done_callback(end)
         try:
             while (output := await outputs.get()) is not None:
@@ -157,7 +156,7 @@ class AgentCall:
             self._task.cancel()
         yield last[0]
 
-    async def _complete(self, rendered: list[int], max_tokens: int, growing: Growing) -> None:
+    async def _complete(self, rendered: list[int], growing: Growing) -> None:
         opened = self.session.opened
         prompt, replaced = await self._with_recorded_ids(rendered)
         context = self._sessions.context()
@@ -167,10 +166,11 @@ class AgentCall:
                 f"the prompt has {len(prompt)} tokens, the context length is {context}",
             )
         packed = pack_ids(prompt)
+        limits = [self.body[key] for key in LIMITS if key in self.body]
         request = Generate(
             prompt=packed,
             num_completions=1,
-            max_tokens=min(max_tokens, opened.max_tokens, context - len(prompt)),
+            max_tokens=min(*limits, opened.max_tokens, context - len(prompt)),
             sampling=opened.sampling,
             seed=self.session.seed(packed),
             min_update=opened.min_update,
@@ -304,7 +304,7 @@ def comparable_tool_call(call: Mapping[str, Any]) -> list[Any]:
     """Return id, function and arguments of a tool call; agents may write its JSON anew."""
     function = call.get("function") or {}
     arguments: Any = function.get("arguments")
-    with suppress(TypeError, ValueError):  # a model may write what is no JSON
+    with suppress(TypeError, ValueError, RecursionError):  # a model may write what is no JSON
         arguments = json.loads(arguments)
     return [call.get("id"), function.get("name"), arguments]
 

@@ -4,6 +4,7 @@ This module loads neither torch nor transformers, because the processes that run
 """
 
 import inspect
+import math
 import threading
 import time
 import traceback
@@ -118,9 +119,9 @@ def as_rewards(
             Sentence for a function that returned another number of rewards.
 
     Raises:
-        `RolloutError`: if the value is no sequence of numbers and `None`, one per completion.
+        `RolloutError`: if the value is no sequence of finite numbers, NaN and `None`, one per completion.
     """
-    must = "It must return a list of numbers and None, one per completion."
+    must = "It must return a list of finite numbers and None, one per completion."
     kind = type(rewards).__name__
     if inspect.iscoroutine(rewards):
         rewards.close()
@@ -140,7 +141,9 @@ def as_rewards(
             if isinstance(reward, str | bytes):
                 raise TypeError(f"text {reward[:40]!r}")
             found[row] = None if reward is None else float(reward)
-        except (TypeError, ValueError, RuntimeError) as error:
+            if found[row] in (math.inf, -math.inf):
+                raise ValueError("infinite")
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             kind = type(reward).__name__
             raise RolloutError(
                 f"{where}: the reward function `{name}` returned no number for row {row}, got a value of type {kind} "

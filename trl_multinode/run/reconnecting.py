@@ -26,7 +26,7 @@ class StoreConnection:
     A firewall, a failover or a restarted switch resets connections while both hosts go on. A call that fails with its
     connection is repeated on a new one. The store does not reply to a `set`; those without a later reply are repeated
     too. If the store had executed a call before the reset, it is executed twice; the keys of the run allow that:
-    values are set to the same text, and counters are compared with "at least".
+    values are set to the same text, counters are compared with "at least", and meetings have the ranks that came.
 
     Args:
         address (`tuple[str, int]`):

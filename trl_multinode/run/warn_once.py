@@ -14,7 +14,6 @@ import inspect
 import logging
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +42,6 @@ class WarnOnce(Hooks):
     def __init__(self, is_first: Callable[[str], bool]):
         super().__init__()
         self._is_first = is_first
-        self._lock = threading.Lock()
         self._pid = os.getpid()
 
     def install(self) -> None:
@@ -75,12 +73,12 @@ class WarnOnce(Hooks):
     def is_new(self, text: str) -> bool:
         """Return whether to show a warning: it is new in this process, and on this node."""
         digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:24]
-        with self._lock:
-            if digest in _seen:
-                return False
-            if len(_seen) >= LONGEST_MEMORY or os.getpid() != self._pid:
-                return True  # a forked child must not use this rank's connection to the store
-            _seen.add(digest)
+        if digest in _seen:
+            return False
+        # a forked child must not use this rank's connection to the store
+        if len(_seen) >= LONGEST_MEMORY or os.getpid() != self._pid:
+            return True
+        _seen.add(digest)
         return not self._undo or self._is_first(digest)
 
 

@@ -13,15 +13,16 @@ begins again on another one, or on the same one after its restart.
 
 import asyncio
 import copy
-import math
 import secrets
 import select
 import shutil
+import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from numbers import Real
@@ -81,16 +82,22 @@ class HarnessThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.value = asyncio.run(self._main())
-        # `SystemExit` of a library would end the thread in silence
-        except BaseException as error:
-            self.error = error
+            asyncio.run(self._main())
         finally:
             self.ended.set()
 
-    async def _main(self) -> Outcome:
+    async def _main(self) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        return await self._harness.run(self._session)
+        self._loop.set_default_executor(DaemonThreads())
+        try:
+            if self._was_cancelled:
+                raise asyncio.CancelledError
+            self.value = await self._harness.run(self._session)
+        # `SystemExit` of a library would end the thread in silence
+        except BaseException as error:
+            self.error = error
+        # `asyncio.run` then waits for tasks that the harness has left
+        self.ended.set()
 
     def cancel(self) -> None:
         """Raise `asyncio.CancelledError` in the harness, and wait a while for its end. Only the first call does."""
@@ -101,6 +108,23 @@ class HarnessThread(threading.Thread):
             with suppress(RuntimeError):  # it has just ended
                 self._loop.call_soon_threadsafe(self._task.cancel)
         self.ended.wait(CANCELLED_S)
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """Executor of a harness's `asyncio.to_thread`, whose calls hold up neither their session nor the process's end."""
+
+    def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
+        future: Future = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        future.set_running_or_notify_cancel()
+        threading.Thread(target=call, name="harness call", daemon=True).start()
+        return future
 
 
 class Sessions:
@@ -195,9 +219,9 @@ class Sessions:
             threading.Thread(target=run_one, args=(index,), name=f"session-{index}", daemon=True)
             for index in range(len(rows))
         ]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             for thread in threads:
                 while thread.is_alive():
                     thread.join(LOOK_S)
@@ -404,13 +428,16 @@ class Sessions:
         return f"the harness `{name}` {what}"
 
     def _checked(self, value: Any) -> Outcome:
-        if value is None or (isinstance(value, Real) and math.isnan(value)):
+        is_usable = isinstance(value, self._kind) and not isinstance(value, bool)
+        if value is None or (is_usable and value != value):  # NaN
             return None
-        if isinstance(value, bool) or not isinstance(value, self._kind):
+        if is_usable and self._kind is not str:
+            is_usable = abs(value) <= sys.float_info.max
+        if not is_usable:
             expected = (
                 "a text, which the reward functions get"
                 if self._kind is str
-                else "a number, its reward"
+                else "a finite number, its reward"
             )
             raise RolloutError(
                 f"{self._topology}: the harness `{self._harness.name}` returned {value!r} "

@@ -284,10 +284,11 @@ def _offsets(ranks: dict[Any, list[PhaseLine | MarkLine]]) -> dict[int, float]:
         of_node = ends[line.node]
         if isinstance(line, PhaseLine) and line.phase == "train":
             of_node[line.step] = max(line.start + line.total, of_node.get(line.step, 0.0))
+    first = ends[0]
     return {
-        node: median(of_node[step] - ends[0][step] for step in common)
+        node: median(of_node[step] - first[step] for step in common)
         for node, of_node in ends.items()
-        if (common := of_node.keys() & ends[0].keys())
+        if (common := of_node.keys() & first.keys())
     }
 
 
