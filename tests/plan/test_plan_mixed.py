@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from plan_kit import CONFIGS, layouts, size, task
 
-from trl_multinode.run.splits import StepTimes
 from trl_multinode.tools import main
 from trl_multinode.tools.plan.layouts import (
     CLOSE,
@@ -18,7 +17,7 @@ from trl_multinode.tools.plan.layouts import (
     split_layouts,
     weight_sync,
 )
-from trl_multinode.tools.plan.measured import MeasuredRun
+from trl_multinode.tools.plan.measured import MeasuredRun, StepTimes
 from trl_multinode.tools.plan.sync_seconds import (
     NIC_SHARE,
     Rates,

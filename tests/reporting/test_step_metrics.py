@@ -336,33 +336,6 @@ def test_a_log_is_one_gather_and_has_all_of_it(monkeypatch):
     assert "perf/tokens_per_s" not in found  # taken
 
 
-@pytest.mark.parametrize("in_flight", [False, True])
-def test_the_advice_has_the_tail_that_the_engines_measured(capsys, in_flight):
-    one = report(OneRank(), max_staleness=3 if in_flight else 1)
-    one.host.topology = topology_on([NodeShape(2, 2, 2)] * 2)
-    one.host.devices.per_engine = (("6",), ("7",))
-    for step in (4, 5):
-        one.host.updates.clocks.seconds = np.array(
-            [(20.0 * step, 30.0 * step, 9.0, 10.0 * step)] * 2
-        )
-        one.host.at = step
-        one.metrics(SyncTimings(), 0)
-    said = capsys.readouterr().out
-    if in_flight:  # 10 s with all rows, and a tenth of the tail
-        assert "2+2" in said and "11.0 s" in said and "10 %" not in said
-    else:
-        assert "2+2" in said and "20.0 s" in said
-        assert "10.0 of 20.0 s" in said and "10 %" in said
-
-
-def test_a_run_whose_engines_are_those_of_agents_has_no_advice(capsys):
-    one = report(OneRank(), min_engines=1)
-    one.host.topology = topology_on([NodeShape(2, 0, 0)] * 2)
-    for one.host.at in (4, 5):
-        one.metrics(SyncTimings(), 0)
-    assert "Split" not in capsys.readouterr().out
-
-
 def test_the_first_log_counts_nothing_of_the_set_up(monkeypatch):
     """A rehearsal and engines that wait: 1000 s and 80 tokens; then a step of 10 s and 20 tokens."""
     now = SimpleNamespace(seconds=1000.0)

@@ -114,9 +114,7 @@ class AgentCall:
         self._has_ended = False
         self._task: asyncio.Task | None = None
 
-    async def outputs(
-        self, rendered: Sequence[int], text: Mapping[str, Any]
-    ) -> AsyncIterator[Any]:
+    async def outputs(self, rendered: Sequence[int], text: Mapping[str, Any]) -> AsyncIterator[Any]:
         """Generate the completion, and yield the backend's outputs; without a stream only the last one.
 
         The last output follows the record of the call, so that an agent that has read it finds its call recorded.

@@ -6,10 +6,9 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..run.reporter import show, warn
-from .alerts import alerts, slow_nodes
+from .alerts import alerts
 from .lines import node_table, other_line, rendered, step_line
 
-LOGS_SLOW = 3  # logs in a row in which a node is slower than the others, before that is told
 TABLE_STEPS = 10  # optimizer steps between two tables of the nodes
 
 
@@ -63,23 +62,14 @@ class Alerts(TrainerCallback):
 
     def __init__(self) -> None:
         self._told: set[str] = set()
-        self._slow: dict[int, int] = {}  # node -> logs in a row in which it was slow
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not state.is_world_process_zero or "perf/step_s" not in (logs or {}):
             return
-        for title, text in [*alerts(logs), *self._slow_for_long(slow_nodes(logs))]:
+        for title, text in alerts(logs):
             if title not in self._told:
                 self._told.add(title)
                 warn(f"step {state.global_step}: {title}: {text}")
-
-    def _slow_for_long(self, slow: dict[int, str]) -> list[tuple[str, str]]:
-        self._slow = {node: self._slow.get(node, 0) + 1 for node in slow}
-        return [
-            (f"node {node} is slow", f"for {LOGS_SLOW} logs in a row: {text}")
-            for node, text in slow.items()
-            if self._slow[node] >= LOGS_SLOW
-        ]
 
 
 def report_steps(callbacks: list[TrainerCallback]) -> None:

@@ -1,8 +1,6 @@
 """`StepReport`: the numbers of one rank between two logs, and the metrics of all ranks from one gather."""
 
 import time
-from dataclasses import astuple
-from statistics import fmean
 from typing import Any
 
 import psutil
@@ -10,18 +8,15 @@ import torch
 
 from ..rollouts.generation import NodeGeneration
 from ..rollouts.staleness import StalenessMeter, column, summarize_rounds
-from ..run.reporter import report
-from ..run.splits import StepTimes, split_advice
 from ..weights.timings import STAGES, SyncTimings, sync_metrics
 from .flops import ModelFlops, model_flops, peak_flops
 from .metrics import NUMBERS, RankNumbers, RunShape, pool_measure, step_metrics
 
-ADVICE_AT_STEP = 5
 GIB = 2**30
 
 
 class StepReport:
-    """Metrics for `Trainer.log`, and advice on the GPU split.
+    """Metrics for `Trainer.log`.
 
     Args:
         host ([`NodeHost`]), accelerator (`Accelerator`), meter ([`StalenessMeter`]), generation ([`NodeGeneration`]):
@@ -53,8 +48,6 @@ class StepReport:
         self._num_logs = 0
         # all intervals but the first, which includes the warm-up: seconds and steps
         self._timed = (0.0, 0)
-        # each of them until the advice, which sets this to `None`
-        self._intervals: list[StepTimes] | None = []
         self._shape = RunShape(
             host.topology,
             iterations=iterations,
@@ -110,7 +103,6 @@ class StepReport:
         ).tolist()
         ranks = [dict(zip(NUMBERS, row, strict=True)) for row in rows]
         self._num_logs += 1
-        self._advise(ranks, steps)
         idle = [rank["generate"] + rank["wait"] for rank in ranks]
         stages = [[rank[name] for name in STAGES] for rank in ranks]
         return {
@@ -152,35 +144,6 @@ class StepReport:
         if self._num_logs > 1:
             self._timed = seconds, count
         return {"perf/eta_s": seconds / count * max(0, steps_left)}
-
-    def _advise(self, ranks: list[RankNumbers], steps: int) -> None:
-        """Print the advice once. Skip the first interval, because it includes the warm-up."""
-        if self._num_logs == 1 or self._intervals is None:
-            return
-        host = self._host
-        self._intervals.append(self._step_times(ranks, steps))
-        if host.step() < ADVICE_AT_STEP or host.devices.shared_with_training:
-            return
-        rows, self._intervals = self._intervals, None
-        # one split is no advice for nodes that differ, or beside the engines of agents
-        is_alike = len(set(host.topology.nodes)) == 1 and host.settings.min_engines is None
-        if host.topology.rank == 0 and is_alike:
-            times = StepTimes(*map(fmean, zip(*map(astuple, rows), strict=True)))
-            shape, count = host.topology.nodes[0], host.topology.num_nodes
-            staleness = host.settings.max_staleness
-            report(split_advice(times, shape.ranks, shape.reserved, staleness, count))
-
-    def _step_times(self, ranks: list[RankNumbers], steps: int) -> StepTimes:
-        """Return the slowest rank's seconds per step of an interval."""
-        engines = max(1, len(self._host.updates.clocks.seconds))
-        slowest = max(ranks, key=lambda rank: rank["engine_busy_s"])
-        generate_s = max(column(ranks, "generate")) / steps
-        # with rounds ahead a rank measures only its waits; the engines' clocks measure all generation
-        if self._host.settings.max_staleness > 0:
-            generate_s = slowest["engine_busy_s"] / engines / steps
-        train_s = max(column(ranks, "train")) / steps
-        tail_s = min(generate_s, slowest["engine_tail_s"] / engines / steps)
-        return StepTimes(generate_s, train_s, tail_s)
 
 
 def count_tokens(inputs: dict[str, Any], flops: ModelFlops | None) -> torch.Tensor | None:

@@ -6,13 +6,41 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ...run.splits import StepTimes
 from ..timeline.lanes import PhaseLine
 from ..timeline.reading import RANK, TimelineError, read_logs, read_phases, read_settings
 from . import PlanError
 
+TAIL_ROWS = 0.1  # an engine generates a tail with fewer than this share of its rows
 WARM_UP = 0.2  # share of the steps, at least one, that is left out
 AHEAD = 0.01  # share of the time hidden behind training, above which a run generates ahead
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Measured seconds of one step.
+
+    Args:
+        generate_s (`float`), train_s (`float`):
+            Seconds in which engines generate, and in which ranks train.
+        tail_s (`float`, *optional*, defaults to 0):
+            Part of `generate_s` in which an engine has fewer than 10 % of its rows.
+    """
+
+    generate_s: float
+    train_s: float
+    tail_s: float = 0.0
+
+    def drained(self, gpus: float) -> float:
+        """Return the seconds of generation with `gpus` times the present GPUs, if a round waits for all of its rows.
+
+        More engines share the rows, but the longest rows end no sooner.
+        """
+        return self.tail_s + (self.generate_s - self.tail_s) / gpus
+
+    def in_flight(self, gpus: float) -> float:
+        """Return the same if rows of other rounds take the place of those that ended: a row of the tail then takes at
+        most 10 % of an engine."""
+        return (self.generate_s - self.tail_s + TAIL_ROWS * self.tail_s) / gpus
 
 
 @dataclass(frozen=True)

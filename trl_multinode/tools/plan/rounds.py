@@ -7,9 +7,9 @@ from functools import cache
 from math import exp
 from statistics import NormalDist
 
-from ...run.splits import TAIL_ROWS
 from .engine_memory import WEIGHT_BYTES, EngineMemory
 from .hardware import Gpu
+from .measured import TAIL_ROWS
 from .model_size import ModelSize
 from .task import Rows
 
