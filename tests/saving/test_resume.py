@@ -161,6 +161,7 @@ def trainer_at(
         _step=step,
         _last_loaded_step=step,
         _buffered_inputs=[{"ids": torch.tensor([[1, 2]])}, {"ids": torch.tensor([[3, 4]])}],
+        train_dataset=Dataset.from_dict({"prompt": ["a"]}),
         get_train_dataloader=lambda: Loader() if loader is None else loader,
         lr_scheduler=schedule(),
         model_wrapped=SimpleNamespace(global_steps=step),
@@ -517,7 +518,6 @@ def test_a_resume_with_other_batches_goes_on_at_the_same_rows(
 ):
     """This launch has rounds of 8 rows, steps of 4, and 8 steps an epoch."""
     trainer = trainer_at(20, tmp_path / "second")
-    trainer.train_dataset = Dataset.from_dict({"prompt": ["a"]})
     resume = Resume(trainer)
     folder = after_steps(tmp_path, batches, rows)
     resume.choose(str(folder))
@@ -558,7 +558,6 @@ def test_no_row_is_left_out_whatever_the_rounds_and_steps_were(was, now):
 def test_epochs_that_leave_out_other_rows_are_counted_whole(tmp_path):
     """The epochs before had 3 rounds of 10, 30 of 32 rows, and this launch has 4 rounds of 8."""
     trainer = trainer_at(6, tmp_path / "second")
-    trainer.train_dataset = Dataset.from_dict({"prompt": ["a"]})
     resume = Resume(trainer)
     resume.choose(str(after_steps(tmp_path, [10, 10, 1], rows=0, epoch=2.0)))
     assert resume.epochs == 2 and resume._steps == 16
