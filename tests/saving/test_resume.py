@@ -499,17 +499,19 @@ def after_steps(tmp_path, batches: list[int], rows: int = 16, epoch: float = 1.5
 @pytest.mark.parametrize(
     ("batches", "rows", "steps", "again"),
     [
-        ([8, 4, 1], 16, None, 0),
-        ([16, 8, 1], 16, 12, 0),
-        ([4, 2, 1], 16, 12, 0),
+        ([8, 4, 1, 2], 16, None, 0),
+        ([16, 8, 1, 2], 16, 12, 0),
+        ([4, 2, 1, 2], 16, 12, 0),
         # at the begin of the third round of 8
-        ([4, 2, 1], 22, 12, 6),
-        ([6, 3, 1], 12, 10, 4),
-        # the same rounds, of which a step now has a half
-        ([8, 8, 1], 24, 14, 0),
-        ([8, 3, 1], 15, 11, 3),
+        ([4, 2, 1, 2], 22, 12, 3),
+        ([6, 3, 1, 2], 12, 10, 2),
+        # the same rounds, in a step of its own or with the begin of the next one
+        ([8, 8, 1, 2], 24, 14, 0),
+        ([8, 3, 1, 2], 15, 10, 3),
         # each round was trained twice, the third one once
-        ([8, 4, 2], 40, 12, 4),
+        ([8, 4, 2, 2], 40, 12, 2),
+        # half as many prompts
+        ([8, 4, 1, 4], 16, 10, 0),
     ],
     ids=str,
 )
@@ -533,33 +535,33 @@ def test_a_resume_with_other_batches_goes_on_at_the_same_rows(
     assert trainer.lr_scheduler.last_epoch == trainer.model_wrapped.global_steps == steps
     # else transformers would take a later checkpoint-20 for it
     assert trainer.state.best_global_step is None
-    assert f" {again} of the rows" in caplog.text
+    assert f" {again} prompts are trained again" in caplog.text
 
 
-@pytest.mark.parametrize("was", [(8, 1), (12, 1), (12, 3), (40, 2)], ids=str)
-@pytest.mark.parametrize("now", [(8, 1), (12, 2), (20, 1), (40, 1)], ids=str)
-def test_no_row_is_left_out_whatever_the_rounds_and_steps_were(was, now):
-    """Rows of whole rounds that are behind were trained; less than a round of each and a step come again."""
-    (round_was, iterations_was), (round_now, iterations) = was, now
+@pytest.mark.parametrize("was", [(8, 1, 2), (12, 1, 4), (12, 3, 2), (40, 2, 4)], ids=str)
+@pytest.mark.parametrize("now", [(8, 1, 4), (12, 2, 2), (20, 1, 2), (40, 1, 4)], ids=str)
+def test_no_prompt_is_left_out_whatever_the_rounds_and_steps_were(was, now):
+    """Those behind are of whole rounds; less than a round of each and a step come again."""
+    (round_was, iterations_was, of_prompt_was), (round_now, iterations, of_prompt) = was, now
     for step_was, step_now in itertools.product((4, 6), (2, 4, 8)):
         for step in range(0, 240 // step_was):
             rows = step * step_was
             found = steps_of(
-                rows, [round_was, step_was, iterations_was], [round_now, step_now, iterations]
+                rows,
+                [round_was, step_was, iterations_was, of_prompt_was],
+                [round_now, step_now, iterations, of_prompt],
             )
-            trained, behind = rows / iterations_was, found * step_now / iterations
-            assert behind <= trained
-            if was == now:
-                assert trained - behind < step_now / iterations
-            else:
-                assert trained - behind < round_was + round_now + step_now
+            whole = rows // (round_was * iterations_was) * round_was / of_prompt_was
+            behind = found * step_now / iterations / of_prompt
+            most = (round_now + step_now / iterations) / of_prompt
+            assert behind <= whole < behind + most
 
 
 def test_epochs_that_leave_out_other_rows_are_counted_whole(tmp_path):
     """The epochs before had 3 rounds of 10, 30 of 32 rows, and this launch has 4 rounds of 8."""
     trainer = trainer_at(6, tmp_path / "second")
     resume = Resume(trainer)
-    resume.choose(str(after_steps(tmp_path, [10, 10, 1], rows=0, epoch=2.0)))
+    resume.choose(str(after_steps(tmp_path, [10, 10, 1, 2], rows=0, epoch=2.0)))
     assert resume.epochs == 2 and resume._steps == 16
 
 
@@ -567,20 +569,20 @@ def test_a_place_counts_the_short_last_step_of_an_epoch(tmp_path):
     """8 micro-steps an epoch, 3 an optimizer step: the third step has 2."""
     folder = saved_at(4, tmp_path, gradient_accumulation_steps=3)
     metadata = json.loads((folder / "multinode.json").read_text())
-    assert metadata["place"] == [1, 12] and metadata["batches"] == [8, 12, 1]
+    assert metadata["place"] == [1, 12] and metadata["batches"] == [8, 12, 1, 2]
 
 
 def test_a_later_pass_over_a_stream_is_refused_with_other_batches_too(tmp_path):
     trainer = trainer_at(6, tmp_path / "second", loader=Stream())
     trainer.train_dataset = Dataset.from_dict({"prompt": ["a"]}).to_iterable_dataset()
     with refused("train_dataset", "ignore_data_skip"):
-        Resume(trainer).choose(str(after_steps(tmp_path, [4, 2, 1])))
+        Resume(trainer).choose(str(after_steps(tmp_path, [4, 2, 1, 2])))
 
 
 def test_larger_steps_in_the_same_folder_are_refused(tmp_path):
     """Their checkpoints would have lower numbers than those that are there."""
-    folder = after_steps(tmp_path, [4, 2, 1])
-    expected = {"got": [8, 4, 1], "expected": [4, 2, 1]}
+    folder = after_steps(tmp_path, [4, 2, 1, 2])
+    expected = {"got": [8, 4, 1, 2], "expected": [4, 2, 1, 2]}
     with refused("gradient_accumulation_steps", "another `output_dir`", **expected):
         Resume(trainer_at(6, folder.parent)).choose(str(folder))
 

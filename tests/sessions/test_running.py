@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from waiting import HANG_S, until
@@ -236,6 +237,27 @@ def test_a_harness_that_is_cancelled_before_it_begins_does_not_run():
     assert ran == [] and isinstance(thread.error, asyncio.CancelledError)
 
 
+def test_an_exit_in_a_task_of_a_harness_and_a_loop_that_cannot_be_made_are_faults(monkeypatch):
+    async def leave() -> None:
+        sys.exit(3)
+
+    async def harness(session: Session) -> float:
+        await asyncio.gather(leave(), asyncio.Event().wait())
+        return 1.0
+
+    thread = HarnessThread(Harness(harness), None)
+    thread.run()
+    assert isinstance(thread.error, SystemExit) and thread.value is None
+
+    def no_descriptor(*_):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(asyncio.events, "new_event_loop", no_descriptor)
+    thread = HarnessThread(Harness(harness), None)
+    thread.run()
+    assert isinstance(thread.error, OSError) and thread.ended.is_set()
+
+
 def test_what_a_harness_returns_on_its_cancellation_counts(rig):
     async def give_up(session: Session) -> float:
         await reply(session, session.row["prompt"])
@@ -412,6 +434,7 @@ def test_a_session_that_is_cancelled_from_outside_ends(rig):
         (True, False),
         ([1.0], False),
         (float("-inf"), False),
+        (np.float32("inf"), False),
         (10**400, False),
     ],
 )
@@ -426,10 +449,11 @@ def test_a_harness_must_return_what_the_trainer_needs(rig, value, text):
 def test_a_session_without_a_value_is_left_out(rig):
     async def nothing(session: Session) -> float | None:
         await reply(session, session.row["prompt"])
-        return None if session.row["number"] else float("nan")
+        return None if session.row["number"] else np.float32("nan")
 
     found = rig.run(nothing, count=2)
-    assert [(one.value, one.calls) for one in found] == [(None, []), (None, [])]
+    found += rig.run(nothing, count=2, returns_text=True)
+    assert [(one.value, one.calls) for one in found] == [(None, [])] * 4
 
 
 @pytest.mark.parametrize("limits", [{"session_timeout": 0}, {"max_calls": 0}, {"max_calls": True}])

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..wire.messages import Endpoint, ErrorName, OpenSession, Serving
 from .backend import Backend, Refused
-from .sessions import CALL, LIMITS, AgentCall, AgentSession, AgentSessions, why_forks
+from .sessions import CALL, AgentCall, AgentSession, AgentSessions, why_forks
 
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -21,6 +21,7 @@ STOP_S = 5.0  # longest wait for the server's end
 KEEP_ALIVE_S = 3600  # an agent's connection, which ends with its process
 STATUS: dict[ErrorName, int] = {"EngineLeavingError": 503, "EngineRefusedError": 400}  # else 500
 
+LIMITS = ("max_tokens", "max_completion_tokens")
 PASSED = {
     *("model", "stream", "stream_options", *LIMITS),
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
@@ -292,13 +293,12 @@ class AgentCalls:
             raise CallError(403, f"the session has made its {session.num_begun} calls")
         session.num_begun += 1
         session.overridden |= overridden
-        reply.call = call = AgentCall(session, body, self._sessions)
+        limits = [body.pop(key) for key in LIMITS if key in body]
+        body["max_tokens"] = 1  # the app would refuse what exceeds the rest of the context
+        reply.call = call = AgentCall(session, body, limits, self._sessions)
         CALL.set(call)
-        served = {key: value for key, value in body.items() if key not in LIMITS}
-        # the limit is this module's; the app would refuse what exceeds the rest of the context
-        served["max_tokens"] = 1
         try:
-            await self._run_app(scope, json.dumps(served).encode(), reply)
+            await self._run_app(scope, json.dumps(body).encode(), reply)
         except Exception:
             if call.error is None:  # else the app only passes it on
                 raise

@@ -27,7 +27,6 @@ from .backend import AgentApp, Growing, Refused
 
 # Fields of a message by which it is found again. Agents drop others, such as its reasoning, or add some of their own
 COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
-LIMITS = ("max_tokens", "max_completion_tokens")  # keys of a body
 MOST_AFTER = 16  # tokens of a template from the end of a reply on; further ahead is another message
 CALL: ContextVar["AgentCall"] = ContextVar("call")  # the call that the app answers in this task
 
@@ -94,7 +93,9 @@ class AgentCall:
         session ([`AgentSession`]):
             Session of the call.
         body (`Mapping`):
-            Checked body of the request.
+            Checked body of the request, as the app gets it.
+        limits (`Sequence[int]`):
+            Limits of the tokens of the completion.
         sessions ([`AgentSessions`]):
             Sessions of the engine.
 
@@ -105,11 +106,18 @@ class AgentCall:
             The record of the call, once its completion is whole.
     """
 
-    def __init__(self, session: AgentSession, body: Mapping[str, Any], sessions: "AgentSessions"):
+    def __init__(
+        self,
+        session: AgentSession,
+        body: Mapping[str, Any],
+        limits: Sequence[int],
+        sessions: "AgentSessions",
+    ):
         self.session = session
         self.body = body
         self.error: Refused | None = None
         self.made: Call | None = None
+        self._limits = limits
         self._sessions = sessions
         self._has_ended = False
         self._task: asyncio.Task | None = None
@@ -164,11 +172,10 @@ class AgentCall:
                 f"the prompt has {len(prompt)} tokens, the context length is {context}",
             )
         packed = pack_ids(prompt)
-        limits = [self.body[key] for key in LIMITS if key in self.body]
         request = Generate(
             prompt=packed,
             num_completions=1,
-            max_tokens=min(*limits, opened.max_tokens, context - len(prompt)),
+            max_tokens=min(*self._limits, opened.max_tokens, context - len(prompt)),
             sampling=opened.sampling,
             seed=self.session.seed(packed),
             min_update=opened.min_update,

@@ -21,11 +21,10 @@ Keys of a trainer, below its number:
 | `done` | every rank that has finished | the number of these ranks |
 | `pid/<rank>` | every rank | its pid, for the other ranks of its node |
 | `folder/<node>` | local main processes | the folder with the sockets of the node's engines |
-| `arrived/<number>` | local main processes | the number of ranks that have come; see [`Meeting`](meeting.py) |
+| `arrived/<number>` | every rank | the number of ranks that have come; see [`Meeting`](meeting.py) |
 | `trl_multinode_<use>/<node>` | local main processes | pid and descriptor of the node's [memory](node_memory.py) |
-| `apart/<node>` | ranks that cannot open it | empty: all ranks of the node meet at the store |
 | `beat/<node>` | one rank of the node, every second | the states of its ranks; see [`Beats`](beats.py) |
-| `asked/<number>` | ranks that bring a request to a meeting | the requests |
+| `came/<number>` | every rank that comes to a meeting | the ranks with their requests |
 | `leaves/<n>` | every rank that ends its script inside the trainer with a good code | the number of these ranks |
 | `met/<number>` | the last rank of a meeting | all requests; the key wakes the ranks that wait for it |
 | `save/<training>/<step>`, `preempt/...` | the first rank that decides | see [`StepDecision`](decision.py) |

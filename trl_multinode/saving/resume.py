@@ -138,8 +138,8 @@ class Resume:
         if updates:
             self.epochs = self._steps // updates
         change = (
-            f"{folder} was written with {was[1]} rows per optimizer step and {was[0]} per round, this launch has "
-            f"{now[1]} and {now[0]}"
+            f"{folder} was written with {was[1]} rows per optimizer step, {was[0]} per round and {was[3]} per prompt, "
+            f"this launch has {now[1]}, {now[0]} and {now[3]}"
         )
         if self._steps < done and folder.parent.resolve() == Path(args.output_dir).resolve():
             raise ConfigurationError(
@@ -152,10 +152,10 @@ class Resume:
                 "for the same numbers, or use another `output_dir`.",
             )
         if self._accelerator.is_main_process:
-            again = max(0, rows // was[2] - inside * now[1] // now[2])
+            again = rows // (was[2] * was[3]) - inside * now[1] // (now[2] * now[3])
             warn(
-                f"{change}: step {done} becomes step {self._steps}, at the same place in the data and in the "
-                f"schedule; {again} of the rows before it are trained again."
+                f"{change}: step {done} becomes step {self._steps}, where {max(0, again)} prompts are trained again. "
+                "`max_steps` and `warmup_steps` count the steps of this launch."
             )
 
     def _report_ranks(self, folder: Path, was: int | None) -> None:
@@ -171,8 +171,9 @@ class Resume:
 
     @property
     def _batches(self) -> list[int]:
-        """Rows of a round and of an optimizer step over all ranks, and iterations over a round."""
-        return list(Layout(*self._layout()).batches[:3])
+        """Rows of a round and of a step over all ranks, iterations over a round, and completions of a prompt."""
+        generations = getattr(self._trainer, "num_generations", 1)
+        return [*Layout(*self._layout()).batches[:3], generations]
 
     def _place(self) -> tuple[int, int]:
         """Return the epochs that are complete, and the rows trained in the one that goes on."""
@@ -417,17 +418,17 @@ class Resume:
 def steps_of(rows: int, was: list[int], now: list[int]) -> int:
     """Return the optimizer steps of an epoch after which this launch has trained what another one had.
 
+    Both begin whole rounds there, because a round that is generated again has its rows in another order.
+
     Args:
         rows (`int`):
             Rows that the other launch had trained in the epoch.
         was (`list[int]`), now (`list[int]`):
-            Rows of a round, rows of a step, and iterations, of the other launch and of this one.
+            Rows of a round, rows of a step, iterations, and completions of a prompt, of the other launch and of this
+            one.
     """
-    if (was[0], was[2]) != (now[0], now[2]):
-        # rounds that both have in common, since a prompt has all of its rows in one
-        whole = rows // (was[0] * was[2]) * was[0]
-        rows = whole // now[0] * now[0] * now[2]
-    return rows // now[1]
+    prompts = rows // (was[0] * was[2]) * was[0] // was[3]
+    return prompts * now[3] // now[0] * now[0] * now[2] // now[1]
 
 
 def move_schedule(schedule: Any, steps: int) -> None:

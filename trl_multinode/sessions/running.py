@@ -13,10 +13,10 @@ begins again on another one, or on the same one after its restart.
 
 import asyncio
 import copy
+import math
 import secrets
 import select
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -83,19 +83,19 @@ class HarnessThread(threading.Thread):
     def run(self) -> None:
         try:
             asyncio.run(self._main())
+        # `SystemExit` of a library would end the thread in silence
+        except BaseException as error:
+            if not self.ended.is_set():
+                self.error = error
         finally:
             self.ended.set()
 
     async def _main(self) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         self._loop.set_default_executor(DaemonThreads())
-        try:
-            if self._was_cancelled:
-                raise asyncio.CancelledError
-            self.value = await self._harness.run(self._session)
-        # `SystemExit` of a library would end the thread in silence
-        except BaseException as error:
-            self.error = error
+        if self._was_cancelled:
+            raise asyncio.CancelledError
+        self.value = await self._harness.run(self._session)
         # `asyncio.run` then waits for tasks that the harness has left
         self.ended.set()
 
@@ -160,7 +160,7 @@ class Sessions:
         self._generation = generation
         self._engines: NodeEngines = generation.engines
         self._serving = harness.serving(template_kwargs)
-        self._kind: Any = str if returns_text else Real
+        self._returns_text = returns_text
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._open: dict[int, float] = {}  # start of each session that runs, by its thread
@@ -428,23 +428,25 @@ class Sessions:
         return f"the harness `{name}` {what}"
 
     def _checked(self, value: Any) -> Outcome:
-        is_usable = isinstance(value, self._kind) and not isinstance(value, bool)
-        if value is None or (is_usable and value != value):  # NaN
-            return None
-        if is_usable and self._kind is not str:
-            is_usable = abs(value) <= sys.float_info.max
-        if not is_usable:
-            expected = (
-                "a text, which the reward functions get"
-                if self._kind is str
-                else "a finite number, its reward"
-            )
-            raise RolloutError(
-                f"{self._topology}: the harness `{self._harness.name}` returned {value!r} "
-                f"({type(value).__name__}). It must return {expected}, or None. With `reward_funcs` it returns texts, "
-                "without them rewards."
-            )
-        return value if isinstance(value, str) else float(value)
+        if value is None or (self._returns_text and isinstance(value, str)):
+            return value
+        if isinstance(value, Real) and not isinstance(value, bool):
+            with suppress(OverflowError):
+                number = float(value)
+                if math.isnan(number):
+                    return None
+                if math.isfinite(number) and not self._returns_text:
+                    return number
+        expected = (
+            "a text, which the reward functions get"
+            if self._returns_text
+            else "a finite number, its reward"
+        )
+        raise RolloutError(
+            f"{self._topology}: the harness `{self._harness.name}` returned {value!r} "
+            f"({type(value).__name__}). It must return {expected}, or None. With `reward_funcs` it returns texts, "
+            "without them rewards."
+        )
 
     def _say(self, text: str, kind: str = "") -> None:
         """Warn once of something, or of the first of a kind."""

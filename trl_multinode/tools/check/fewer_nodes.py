@@ -24,7 +24,7 @@ def fewer_problems(launch: Launch, min_nodes: int | None) -> Iterator[Problem]:
                 f"{needed})",
                 f"change `{name}`, or pass a larger --min_nodes",
             )
-        if batch is not None and not uneven:
+        if batch is not None and launch.script.values and not uneven:
             scaled = {name: steps * all_nodes // nodes for name, steps in _steps(launch)}
             for problem in batch_problems(replace(batch, **scaled), nodes * launch.ranks_per_node):
                 yield Problem(f"{where} {problem.what}", problem.cure)
